@@ -1,0 +1,1 @@
+"""Ray Serve application: ingress, engine deployment, configuration, command line, ops page."""

@@ -1,0 +1,51 @@
+"""Configuration of one engine replica. Checked once; never mutated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model: str  # directory or hub id
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = (
+        "auto"  # auto: float32 on cpu, bfloat16 on cuda
+    )
+    max_model_len: int | None = None  # tokens, prompt + output; None: what the model and the pool allow
+    page_tokens: int = 16  # doubled until the largest adapter tile fits a page
+    num_pages: int | None = None  # exact pool size; wins over pool_bytes
+    pool_bytes: int = 1 * GIB
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512  # per step, prefill and decode together
+    max_queued_requests: int = 1024
+    prefix_cache: bool = True
+    max_adapters: int = 64  # adapter slots: how many can be resident at once if the pool has room
+    max_rank: int = 256
+    host_cache_bytes: int = 2 * GIB
+    max_parallel_loads: int = 4
+    load_timeout_s: float = 60.0
+    max_overtakes: int = 32  # admissions past a request that waits for pages or for a slot
+    max_overtaken_s: float = 2.0
+    num_threads: int | None = None  # cpu backend; None: torch's default
+    debug: bool = False  # check invariants every step and fill freed pages with NaN
+
+    def __post_init__(self) -> None:
+        for name in (
+            "page_tokens", "pool_bytes", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests",
+            "max_adapters", "max_rank", "host_cache_bytes", "max_parallel_loads", "load_timeout_s",
+        ):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running request decodes one token a step"
+            )
+        for name in ("max_model_len", "num_pages", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")

@@ -1,0 +1,1 @@
+"""Ops over tensors, each folder one op: reference (the specification), kernel, benchmark."""

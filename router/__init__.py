@@ -1,0 +1,1 @@
+"""Where a request goes: adapter affinity, placement, spill; the catalog of desired adapters."""
