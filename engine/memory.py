@@ -1,0 +1,146 @@
+"""One pool, three owners: who yields a page when none is free. Pure: no tensors, no clock.
+
+The cheapest owner yields first: an unused prefix leaf or an idle adapter, whichever was used longest ago. An
+adapter's prefix KV goes before the adapter, since without the adapter nobody can use it. Leased and pinned
+adapters and pages in use never yield.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Set
+from enum import Enum
+from typing import NamedTuple
+
+from engine.page_pool import PREFIX_OWNER, Owner, PageKind, PagePool
+from engine.prefix_cache import PrefixCache, PrefixNode
+from engine.residency import AdapterResidency, ResidentAdapter
+
+
+class EvictionCause(Enum):
+    PAGES = "pages"  # somebody needed pages
+    SLOT = "slot"  # another adapter needed the slot
+    UNLOADED = "unloaded"  # asked for by the operator, or replaced by a newer version
+
+
+class Eviction(NamedTuple):
+    digest: str
+    slot: int
+    page_ids: tuple[int, ...]
+    cause: EvictionCause
+
+
+class Needed(NamedTuple):
+    """Adapters that waiting requests need. `older`: of requests ahead of the one that asks; never evicted."""
+
+    older: Set[str] = frozenset()
+    any: Container[str] = ()
+
+
+NOBODY = Needed()
+
+
+class PoolMemory:
+    def __init__(self, num_pages: int, page_tokens: int, num_slots: int) -> None:
+        self.page_tokens = page_tokens
+        self.pool = PagePool(num_pages)
+        self.prefix = PrefixCache(page_tokens)
+        self.residency = AdapterResidency(num_slots)
+        self._freed: list[int] = []
+        self._evictions: list[Eviction] = []
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+    def num_available(self, needed: Needed) -> int:
+        """Pages that can be had right now by evicting."""
+        idle = sum(len(a.page_ids) for a in self._evictable(needed))
+        return self.pool.num_free + self.prefix.num_evictable + idle
+
+    def take(self, owner: Owner, num_pages: int, needed: Needed = NOBODY) -> tuple[int, ...] | None:
+        """Allocate, evicting as much as it takes; None, and nothing is evicted, if that cannot suffice."""
+        if not self.pool.can_allocate(num_pages) and self.num_available(needed) < num_pages:
+            return None
+        while not self.pool.can_allocate(num_pages):
+            self._evict_cheapest(needed)
+        return self.pool.allocate(owner, num_pages)
+
+    def give_back(self, owner: Owner, page_ids: tuple[int, ...]) -> None:
+        self.pool.free(owner, page_ids)
+        self._freed.extend(page_ids)
+
+    def share(
+        self,
+        owner: Owner,
+        namespace: str,
+        parent: PrefixNode | None,
+        tokens: tuple[int, ...],
+        page_id: int,
+    ) -> PrefixNode:
+        """Move a full page of `owner` to the prefix cache and use it from there.
+
+        If the cache holds these tokens already, the caller gets that page and its own one is freed.
+        """
+        node = self.prefix.insert(namespace, parent, tokens, page_id)
+        self.prefix.acquire([node])
+        if node.page_id == page_id:
+            self.pool.transfer(page_id, owner, PREFIX_OWNER)
+        else:
+            self.give_back(owner, (page_id,))
+        return node
+
+    def load_adapter(self, digest: str, num_pages: int, needed: Needed, now: float) -> ResidentAdapter | None:
+        """Pages and a slot for an adapter, evicting others; None, and nothing is evicted, if it cannot."""
+        idle = self._evictable(needed)
+        if not self.residency.has_free_slot and not idle:
+            return None
+        page_ids = self.take(Owner(PageKind.ADAPTER, digest), num_pages, needed)
+        if page_ids is None:
+            return None
+        if not self.residency.has_free_slot:
+            victim = min(self._evictable(needed), key=lambda a: (a.digest in needed.any, a.last_used))
+            self.evict_adapter(victim.digest, EvictionCause.SLOT)
+        return self.residency.insert(digest, page_ids, now)
+
+    def evict_adapter(self, digest: str, cause: EvictionCause) -> None:
+        """With the prefix KV that only its requests could use. The adapter must be idle."""
+        self._free_prefix_pages(self.prefix.evict_namespace(digest))
+        adapter = self.residency.evict(digest)
+        self.give_back(Owner(PageKind.ADAPTER, digest), adapter.page_ids)
+        self._evictions.append(Eviction(digest, adapter.slot, adapter.page_ids, cause))
+
+    def drain_changes(self) -> tuple[tuple[Eviction, ...], tuple[int, ...]]:
+        """Evictions and freed pages since the last call."""
+        changes = tuple(self._evictions), tuple(self._freed)
+        self._evictions, self._freed = [], []
+        return changes
+
+    def check_invariants(self) -> None:
+        self.pool.check_invariants()
+        self.prefix.check_invariants()
+        self.residency.check_invariants()
+        assert self.pool.num_used(PageKind.PREFIX) == self.prefix.num_pages
+        for adapter in self.residency:
+            owner = Owner(PageKind.ADAPTER, adapter.digest)
+            assert self.pool.pages_of(owner) == frozenset(adapter.page_ids)
+        adapter_pages = sum(len(a.page_ids) for a in self.residency)
+        assert self.pool.num_used(PageKind.ADAPTER) == adapter_pages
+
+    def _evictable(self, needed: Needed) -> list[ResidentAdapter]:
+        return [a for a in self.residency.idle() if a.digest not in needed.older]
+
+    def _evict_cheapest(self, needed: Needed) -> None:
+        leaf = self.prefix.oldest_evictable()
+        idle = self._evictable(needed)
+        adapter = min(idle, key=lambda a: (a.digest in needed.any, a.last_used)) if idle else None
+        if adapter is None or (
+            leaf is not None and (adapter.digest in needed.any or leaf.last_used <= adapter.last_used)
+        ):
+            assert leaf is not None
+            self._free_prefix_pages([self.prefix.evict(leaf)])
+        elif pages := self.prefix.evict_namespace(adapter.digest):
+            self._free_prefix_pages(pages)
+        else:
+            self.evict_adapter(adapter.digest, EvictionCause.PAGES)
+
+    def _free_prefix_pages(self, page_ids: list[int]) -> None:
+        self.give_back(PREFIX_OWNER, tuple(page_ids))

@@ -1,0 +1,31 @@
+"""What one step does: the scheduler decides it, the runner applies it. Frozen values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.memory import Eviction
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Tokens [start, start + len(token_ids)) of one request; `samples`: its next token is wanted."""
+
+    request_id: str
+    start: int
+    token_ids: tuple[int, ...]
+    page_ids: tuple[int, ...]
+    adapter_slot: int  # -1: none
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Apply in this order: evictions and freed pages, loads, chunks."""
+
+    evictions: tuple[Eviction, ...]
+    freed_pages: tuple[int, ...]
+    loads: tuple[tuple[str, int, tuple[int, ...]], ...]  # (digest, slot, page ids)
+    chunks: tuple[ScheduledChunk, ...]
+    admitted: tuple[str, ...]
+    preempted: tuple[str, ...]

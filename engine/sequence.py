@@ -1,0 +1,64 @@
+"""One request inside the scheduler: its tokens, its pages, and when it ends. Owned by the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.page_pool import Owner, PageKind
+from engine.prefix_cache import PrefixNode
+from engine.request import FinishReason
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request_id: str
+    arrival: int  # ticket: order of arrival, kept over preemptions
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()  # EOS is one of them unless it is to be ignored
+    digest: str | None = None  # adapter content; None: base model
+    num_adapter_pages: int = 0
+
+    token_ids: list[int] = field(init=False)  # prompt and output
+    num_computed: int = 0  # tokens whose KV is in the pool
+    num_cached: int | None = None  # prompt tokens found in the prefix cache at first admission
+    # page_ids = the pages of `nodes` (shared, owned by the prefix cache), then our own
+    page_ids: list[int] = field(default_factory=list)
+    nodes: list[PrefixNode] = field(default_factory=list)
+    num_overtaken: int = 0  # admissions past this request while it was blocked
+    blocked_since: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(PageKind.SEQUENCE, self.request_id)
+
+    @property
+    def namespace(self) -> str:
+        return self.digest or ""
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """The last token is never fed back, so it needs no KV."""
+        return len(self.prompt_token_ids) + self.max_tokens - 1
+
+    @property
+    def own_page_ids(self) -> tuple[int, ...]:
+        return tuple(self.page_ids[len(self.nodes) :])
+
+    def append(self, token_id: int) -> FinishReason | None:
+        self.token_ids.append(token_id)
+        if token_id in self.stop_token_ids and self.num_outputs >= self.min_tokens:
+            return "stop"
+        return "length" if self.num_outputs >= self.max_tokens else None
