@@ -1,0 +1,65 @@
+"""What the HTTP layer sees of the fleet: an engine service and a catalog of adapters.
+
+Two protocols, so that the API runs in process over fakes. Knows nothing of HTTP or Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.request import AdapterRef, GenerateRequest, OutputDelta
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """A desired adapter, as every ingress replica lists it."""
+
+    ref: AdapterRef
+    chat_template: str | None  # the adapter's own; None: the base model's is used
+    root: str  # where it comes from, as shown to clients
+
+
+class EngineService(Protocol):
+    """The fleet's engines as one. Every method may raise a LorafleetError."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputDelta]]:
+        """Raises before the first item where it can. Closing the iterator (`aclose`) aborts the request."""
+
+    async def load_adapter(self, ref: AdapterRef) -> dict[str, Any]:
+        """Returns the load report."""
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    async def metrics_text(self) -> str: ...
+
+    async def stats(self) -> dict[str, Any]: ...
+
+    async def check_health(self) -> None:
+        """Raises Unavailable if no request could be served now."""
+
+
+class AdapterCatalog(Protocol):
+    """The desired adapters, the same on every ingress replica."""
+
+    async def resolve(self, name: str) -> AdapterRecord:
+        """Raises ModelNotFound, or Unavailable while the catalog cannot tell."""
+
+    async def list(self) -> list[AdapterRecord]: ...
+
+    async def load(self, name: str, uri: str, *, replace: bool) -> None:
+        """Returns when every ingress replica can resolve the name.
+
+        Raises Conflict if the name is taken and not `replace`, ModelNotFound if nothing is at `uri`,
+        AdapterRefused if it cannot be served.
+        """
+
+    async def unload(self, name: str) -> None:
+        """Raises ModelNotFound."""
