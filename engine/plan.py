@@ -29,3 +29,4 @@ class StepPlan:
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
+    missing: tuple[str, ...]  # digests whose image must be read again before their requests can start

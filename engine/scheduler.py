@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 
 from engine.errors import RequestTooLarge
@@ -102,15 +103,17 @@ class Scheduler:
         """Undo `retire`: the content is wanted again."""
         self._retired.discard(digest)
 
-    def schedule(self, now: float) -> StepPlan:
+    def schedule(self, now: float, loadable: Container[str] | None = None) -> StepPlan:
+        """`loadable`: adapters whose image is in host memory; None: all are. Others' requests wait for it."""
         budget = self.config.max_num_batched_tokens
         chunks: dict[str, ScheduledChunk] = {}
         preempted = self._schedule_running(chunks, budget, now)
         budget -= sum(len(c.token_ids) for c in chunks.values())
         loads: list[ResidentAdapter] = []
         admitted: list[str] = []
+        missing: set[str] = set()
         if not preempted:
-            admitted = self._admit(chunks, loads, budget, now)
+            admitted = self._admit(chunks, loads, missing, budget, now, loadable)
         evictions, freed = self.memory.drain_changes()
         return StepPlan(
             evictions=evictions,
@@ -119,6 +122,7 @@ class Scheduler:
             chunks=tuple(chunks.values()),
             admitted=tuple(admitted),
             preempted=tuple(preempted),
+            missing=tuple(sorted(missing)),
         )
 
     def commit(self, plan: StepPlan) -> None:
@@ -179,7 +183,13 @@ class Scheduler:
         return preempted
 
     def _admit(
-        self, chunks: dict[str, ScheduledChunk], loads: list[ResidentAdapter], budget: int, now: float
+        self,
+        chunks: dict[str, ScheduledChunk],
+        loads: list[ResidentAdapter],
+        missing: set[str],
+        budget: int,
+        now: float,
+        loadable: Container[str] | None,
     ) -> list[str]:
         admitted: list[str] = []
         blocked: list[Sequence] = []
@@ -190,6 +200,10 @@ class Scheduler:
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
                 break
             if seq.digest in draining:
+                continue
+            if self._lacks_image(seq, loadable):
+                assert seq.digest is not None
+                missing.add(seq.digest)
                 continue
             needed = Needed(older, waiting)
             if self._start(seq, needed, loads, now):
@@ -210,6 +224,14 @@ class Scheduler:
                     break
                 draining.add(self._adapter_to_drain())
         return admitted
+
+    def _lacks_image(self, seq: Sequence, loadable: Container[str] | None) -> bool:
+        return (
+            seq.digest is not None
+            and loadable is not None
+            and seq.digest not in loadable
+            and self.memory.residency.get(seq.digest) is None
+        )
 
     def _is_starving(self, seq: Sequence, now: float) -> bool:
         assert seq.blocked_since is not None
