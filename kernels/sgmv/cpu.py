@@ -1,0 +1,99 @@
+"""The CPU op: the reference with all offsets resolved when an adapter becomes resident.
+
+A step runs (segments x 7 projections x layers) of these products; reading offset tables in between would
+cost more than the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from kernels.sgmv.table import RANK_BLOCK, ColumnSlice, Segment
+
+
+class _Module(NamedTuple):
+    """One adapted projection: its rank in runs of rows that are contiguous in the pool."""
+
+    runs: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # (A.T [in, rows], B.T [rows, out])
+    scale: float
+
+
+class AdapterViews:
+    """Views into the pool by adapter slot. A page must not change its owner while a slot points at it."""
+
+    def __init__(self, pool: torch.Tensor, widths: Sequence[tuple[int, int]]) -> None:
+        """`widths[p]` = (in, out) features of projection p."""
+        self._elements = pool.view(-1)
+        self._widths = tuple(widths)
+        self._slots: dict[int, list[list[_Module | None]]] = {}  # slot -> layer -> projection
+
+    def put(self, slot: int, tile_offsets: torch.Tensor, ranks: torch.Tensor, scales: torch.Tensor) -> None:
+        """Arguments as in AdapterTable.put."""
+        rows = zip(tile_offsets.tolist(), ranks.tolist(), scales.tolist(), strict=True)
+        self._slots[slot] = [
+            [self._module(projection, *module) for projection, module in enumerate(zip(*layer, strict=True))]
+            for layer in rows
+        ]
+
+    def clear(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+
+    def layer(self, slot: int, layer: int) -> Sequence[_Module | None]:
+        """By projection; None: the adapter does not touch it."""
+        return self._slots[slot][layer]
+
+    def _module(self, projection: int, offsets: list[list[int]], rank: int, scale: float) -> _Module | None:
+        if rank == 0:
+            return None
+        in_features, out_features = self._widths[projection]
+        runs: list[list[int]] = []  # [A offset, B offset, rows]
+        for block, row in enumerate(range(0, rank, RANK_BLOCK)):
+            a, b, rows = offsets[0][block], offsets[1][block], min(RANK_BLOCK, rank - row)
+            last = runs[-1] if runs else None
+            if last and last[0] + last[2] * in_features == a and last[1] + last[2] * out_features == b:
+                last[2] += rows
+            else:
+                runs.append([a, b, rows])
+        return _Module(
+            tuple(
+                (self._view(a, rows, in_features).T, self._view(b, rows, out_features)) for a, b, rows in runs
+            ),
+            scale,
+        )
+
+    def _view(self, offset: int, rows: int, width: int) -> torch.Tensor:
+        return self._elements[offset : offset + rows * width].view(rows, width)
+
+
+def sgmv(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    segments: Sequence[Segment],
+    adapters: AdapterViews,
+    layer: int,
+    slices: Sequence[ColumnSlice],
+) -> None:
+    """The contract of kernels.sgmv.reference."""
+    for slot, start, end in segments:
+        if slot < 0:
+            continue
+        modules = adapters.layer(slot, layer)
+        x_segment, y_segment = x[start:end], y[start:end]
+        for projection, first, last in slices:
+            module = modules[projection]
+            if module is not None:
+                _add_delta(y_segment[:, first:last], x_segment, module)
+
+
+def _add_delta(y: torch.Tensor, x: torch.Tensor, module: _Module) -> None:
+    if y.dtype == torch.float32:
+        for a, b in module.runs:
+            y.addmm_(x.mm(a), b, alpha=module.scale)
+        return
+    wide_x, wide_y = x.float(), y.float()
+    for a, b in module.runs:
+        wide_y.addmm_(wide_x.mm(a.float()), b.float(), alpha=module.scale)
+    y.copy_(wide_y)
