@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from engine.errors import InvalidRequest
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 128
+_UINT64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,7 @@ class SamplingParams:
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0 or -1: all
     min_p: float = 0.0
     seed: int | None = None
     n: int = 1
@@ -58,11 +61,55 @@ class SamplingParams:
         if "" in self.stop:
             raise InvalidRequest("a stop string must not be empty", param="stop")
         for token_id, bias in self.logit_bias.items():
-            _require_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            # written so that NaN fails
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequest(
+                    f"logit_bias of token {token_id} must be in [-100, 100], got {bias}", param="logit_bias"
+                )
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalizes(self) -> bool:
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> SamplingParams:
+        """From `to_dict()`, also after JSON, which knows neither tuples nor integer keys."""
+        restored = {
+            "stop": tuple(data["stop"]),
+            "stop_token_ids": tuple(data["stop_token_ids"]),
+            "logit_bias": {int(token_id): bias for token_id, bias in data["logit_bias"].items()},
+        }
+        return SamplingParams(**(data | restored))
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidRequest for token ids that the model does not have."""
+    check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
+    check_token_ids(params.logit_bias, vocab_size, "logit_bias")
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{param} has token id {token_id}, the vocabulary is 0 to {vocab_size - 1}", param=param
+            )
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`, int64: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), one-to-one."""
+    mixed = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _UINT64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _UINT64
+    mixed ^= mixed >> 31
+    return mixed - (1 << 64) if mixed >> 63 else mixed
 
 
 def _require_range(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
