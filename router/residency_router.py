@@ -25,9 +25,10 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
+from engine.stats import BASE
 from router.policy import ReplicaSnapshot, ResidencyPolicy
 
-BASE_ID = "_base"  # no adapter's name begins with an underscore
+BASE_ID = BASE  # a call without an id would get another request's replica
 
 
 class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]

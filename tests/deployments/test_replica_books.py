@@ -1,0 +1,116 @@
+"""What a replica counts, and the state that routing reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deployments.replica_books import UNUSED_AFTER_S, ReplicaBooks, routing_stats
+
+
+def engine_stats(**adapters: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "running": 0, "waiting": 0, "max_num_seqs": 32,
+        "slots": {"total": 4, "used": sum(a.get("tier") == "hbm" for a in adapters.values())},
+        "adapters": adapters,
+    }  # fmt: skip
+
+
+def test_a_request_leaves_its_route_its_wait_and_its_error() -> None:
+    books = ReplicaBooks()
+    books.arrived("sql", "resident", now=1.0)
+    books.first_token("sql", waited_s=0.2)
+    assert books.in_flight() == 1
+    books.ended("sql", now=2.0, error="overloaded")
+    assert books.in_flight() == 0
+    merged = books.merge_into(engine_stats(sql={"tier": "hbm"}))
+    assert merged["routes"] == {"resident": 1}
+    assert merged["adapters"]["sql"] == {
+        "tier": "hbm", "ttft_seconds_sum": 0.2, "ttft_count": 1, "errors": {"overloaded": 1}
+    }  # fmt: skip
+    assert sum(merged["ttft_seconds"]["counts"]) == 1
+
+
+def test_all_adapters_that_are_here_or_awaited_are_named_beyond_the_bound() -> None:
+    """FR-71: an idle resident adapter does not look absent."""
+    books = ReplicaBooks(max_names=1)
+    merged = books.merge_into(
+        engine_stats(
+            b={"tier": "hbm"}, a={"tier": "hbm"}, c={"tier": "loading", "waiting": 2}, d={"tier": "host"}
+        )
+    )
+    assert (merged["resident"], merged["awaited"]) == (["a", "b"], ["c"])
+    assert len(merged["adapters"]) == 2
+
+
+def test_merging_leaves_the_engines_statistics_alone() -> None:
+    books = ReplicaBooks()
+    books.arrived("sql", "home", now=0.0)
+    stats = engine_stats(sql={"tier": "hbm"})
+    books.merge_into(stats)
+    assert stats == engine_stats(sql={"tier": "hbm"})
+
+
+def test_a_value_on_a_histogram_bound_counts_below_it() -> None:
+    books = ReplicaBooks()
+    books.arrived("sql", "home", now=0.0)
+    for waited_s in (0.01, 0.011, 99.0):
+        books.first_token("sql", waited_s)
+    histogram = books.merge_into(engine_stats())["ttft_seconds"]
+    assert histogram["counts"][:2] == [1, 1]
+    assert histogram["counts"][-1] == 1
+    assert len(histogram["counts"]) == len(histogram["bounds"]) + 1
+
+
+def test_an_unloaded_adapter_is_forgotten_unless_in_use() -> None:
+    books = ReplicaBooks()
+    books.arrived("sql", "home", now=0.0)
+    books.forget("sql")
+    assert "sql" in books.merge_into(engine_stats())["adapters"]
+    books.ended("sql", now=1.0, error=None)
+    books.forget("sql")
+    assert "sql" not in books.merge_into(engine_stats())["adapters"]
+
+
+def test_routing_state_is_sorted_by_tier_and_coarse() -> None:
+    """Any change is sent to every router, so one request more or less must not change it."""
+    books = ReplicaBooks()
+    stats = engine_stats(
+        b={"tier": "hbm"}, a={"tier": "hbm"}, c={"tier": "loading"}, d={"tier": "host"}, e={"tier": "source"}
+    )
+    seen = {str(routing_stats({**stats, "running": n}, books, now=0.0)) for n in (5, 6, 7, 8)}
+    assert len(seen) == 1
+    state = routing_stats({**stats, "running": 9, "waiting": 1}, books, now=0.0)
+    assert (state["resident"], state["loading"], state["host"]) == (["a", "b"], ["c"], ["d"])
+    assert (state["running"], state["waiting"]) == (12, 4)
+
+
+def test_an_idle_replica_reports_zero_load() -> None:
+    state = routing_stats(engine_stats(), ReplicaBooks(), now=0.0)
+    assert (state["running"], state["waiting"]) == (0, 0)
+
+
+def test_a_slot_counts_as_free_when_its_adapter_has_not_been_used_lately() -> None:
+    books = ReplicaBooks()
+    for name in ("in_use", "just_used", "unused"):
+        books.arrived(name, "home", now=0.0)
+    books.ended("unused", now=0.0, error=None)
+    now = UNUSED_AFTER_S + 1.0
+    books.ended("just_used", now=now - 0.5, error=None)
+    stats = engine_stats(
+        in_use={"tier": "hbm"}, just_used={"tier": "hbm"}, unused={"tier": "hbm"},
+        kept={"tier": "hbm", "pinned": True},
+    )  # fmt: skip
+    assert routing_stats(stats, books, now)["free_slots"] == 1
+
+
+def test_free_slots_need_pages() -> None:
+    books = ReplicaBooks()
+    books.arrived("a", "home", now=0.0)
+    stats = engine_stats(a={"tier": "hbm"})
+    assert routing_stats(stats, books, now=1.0)["free_slots"] == 3
+    stats["pages"] = {"total": 100, "free": 30, "prefix": 15, "kv": 15, "adapters": 40}
+    assert routing_stats(stats, books, now=1.0)["free_slots"] == 1
+
+
+def test_an_engine_that_reports_nothing_yet_has_room_for_one() -> None:
+    assert routing_stats({}, ReplicaBooks(), now=0.0)["free_slots"] == 1
