@@ -1,0 +1,218 @@
+"""An engine in a process of its own, for asyncio callers. Knows nothing of Ray or HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engine.choices import Choice, split_choices
+from engine.config import EngineConfig
+from engine.core import CallEvent, TokenEvent
+from engine.errors import EngineDead, LorafleetError
+from engine.request import AdapterRef, GenerateRequest, OutputDelta
+from engine.tokenizer import Tokenizer
+from engine.wire import HEADER, decode_event, encode_frame, encode_ref, encode_request
+
+STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the process told when it was ready."""
+
+    max_model_len: int
+    num_pages: int
+    page_tokens: int
+    page_bytes: int
+    vocab_size: int
+
+
+class EngineClient:
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._streams: dict[str, asyncio.Queue[TokenEvent | LorafleetError]] = {}
+        self._calls: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._call_ids = map(str, itertools.count())
+        self._stats: dict[str, Any] = {}
+        self._death: EngineDead | None = None
+        self._process: asyncio.subprocess.Process
+        self._writer: asyncio.StreamWriter
+        self._reading: asyncio.Task[None]
+        self.tokenizer: Tokenizer
+        self.facts: EngineFacts
+
+    async def start(self) -> None:
+        """Returns when the engine can serve.
+
+        Raises InvalidRequest if model or configuration cannot be served, EngineDead if the process ended.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "engine.process", str(theirs.fileno()), pass_fds=[theirs.fileno()]
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._send(asdict(self._config))
+        loading = asyncio.create_task(asyncio.to_thread(Tokenizer.from_pretrained, self._config.model))
+        try:
+            first = await _read_message(reader)
+            if "failed" in first:
+                raise LorafleetError.from_dict(first["failed"])
+            self.tokenizer = await loading
+        except EOFError:
+            raise EngineDead("the engine process ended while it started") from None
+        finally:
+            loading.cancel()
+        self.facts = EngineFacts(**first["ready"])
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def stop(self) -> None:
+        """Ends the process; what was running ends with EngineDead."""
+        self._writer.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        await self._reading
+
+    @property
+    def is_alive(self) -> bool:
+        return self._death is None
+
+    async def wait_for_death(self) -> None:
+        await asyncio.shield(self._reading)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputDelta]]:
+        """Deltas of all choices as they come. Raises LorafleetError; closing the iterator aborts the rest."""
+        self._check_alive()
+        queue: asyncio.Queue[TokenEvent | LorafleetError] = asyncio.Queue()
+        choices = {c.request.request_id: c for c in split_choices(request, self.tokenizer)}
+        for choice_id, choice in choices.items():
+            self._streams[choice_id] = queue
+            self._send(["add", encode_request(choice.request)])
+        try:
+            while choices:
+                deltas = self._feed(choices, await _get_all(queue))
+                if deltas:
+                    yield deltas
+        finally:
+            for choice_id in choices:
+                self._drop(choice_id)
+
+    async def load_adapter(self, ref: AdapterRef) -> dict[str, Any]:
+        """The load report. Raises AdapterRefused, ModelNotFound, AccessDenied or Unavailable."""
+        return await self._call("load", encode_ref(ref))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Raises ModelNotFound."""
+        await self._call("unload", name)
+
+    async def prefetch(self, ref: AdapterRef) -> None:
+        self._check_alive()
+        self._send(["prefetch", encode_ref(ref)])
+
+    async def stats(self) -> dict[str, Any]:
+        """As the engine told them last: at most 0.1 s old while it works, exact when it is idle."""
+        self._check_alive()
+        return self._stats
+
+    def _feed(
+        self, choices: dict[str, Choice], events: list[TokenEvent | LorafleetError]
+    ) -> list[OutputDelta]:
+        """Removes the choices that end."""
+        deltas = []
+        for event in events:
+            if isinstance(event, LorafleetError):
+                raise event
+            choice = choices.get(event.request_id)
+            if choice is None:
+                continue  # tokens that were under way when a stop string ended the choice
+            if event.finish_reason or event.error:
+                self._streams.pop(event.request_id)  # nothing to abort any more
+            delta = choice.feed(event)
+            if delta is not None:
+                deltas.append(delta)
+            if choice.is_finished:
+                del choices[event.request_id]
+                self._drop(event.request_id)
+        return deltas
+
+    async def _call(self, name: str, argument: Any) -> dict[str, Any]:
+        self._check_alive()
+        call_id = next(self._call_ids)
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        self._send([name, call_id, argument])
+        try:
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                self._dispatch(await _read_message(reader))
+        except (EOFError, OSError):
+            self._die(EngineDead("the engine process ended", retry_after_s=1.0))
+
+    def _dispatch(self, message: dict[str, Any]) -> None:
+        if "stats" in message:
+            self._stats = message["stats"]
+            return
+        for item in message["events"]:
+            event = decode_event(item)
+            if isinstance(event, TokenEvent):
+                queue = self._streams.get(event.request_id)
+                if queue is not None:
+                    queue.put_nowait(event)
+            else:
+                self._answer(event)
+
+    def _answer(self, event: CallEvent) -> None:
+        future = self._calls.get(event.call_id)
+        if future is None or future.done():
+            return
+        if event.error is not None:
+            future.set_exception(event.error)
+        else:
+            future.set_result(event.result or {})
+
+    def _drop(self, choice_id: str) -> None:
+        if self._streams.pop(choice_id, None) is not None and self.is_alive:
+            self._send(["abort", choice_id])
+
+    def _die(self, error: EngineDead) -> None:
+        self._death = error
+        for queue in set(self._streams.values()):
+            queue.put_nowait(error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise self._death
+
+    def _send(self, message: Any) -> None:
+        self._writer.write(encode_frame(message))
+
+
+async def _read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
+    (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    message: dict[str, Any] = json.loads(await reader.readexactly(length))
+    return message
+
+
+async def _get_all(queue: asyncio.Queue[Any]) -> list[Any]:
+    """Wait for one, then take what else is there."""
+    items = [await queue.get()]
+    while not queue.empty():
+        items.append(queue.get_nowait())
+    return items

@@ -1,0 +1,402 @@
+"""The step loop's body: requests in, tokens out. No torch, no sockets, no clock of its own.
+
+One thread owns an EngineCore and calls it; see `engine.loop`. Every request that was accepted ends in exactly
+one event with a finish_reason or an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.adapters.manager import AdapterManager, Loaded
+from engine.config import EngineConfig
+from engine.errors import (
+    AdapterRefused,
+    InvalidRequest,
+    LorafleetError,
+    ModelNotFound,
+    Overloaded,
+    RequestTooLarge,
+    Unavailable,
+)
+from engine.memory import PoolMemory
+from engine.plan import StepPlan
+from engine.request import AdapterRef, FinishReason, GenerateRequest, TokenLogprob
+from engine.runner.base import Runner
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.sequence import Sequence
+from engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from engine.adapters.loader import LoadResult
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token of one request, or its end, or both."""
+
+    request_id: str
+    token_id: int | None = None
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the one of `stop_token_ids` that ended it; EOS is not told
+    error: LorafleetError | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallEvent:
+    """The answer to `load_adapter` (the load report) or to `unload_adapter`."""
+
+    call_id: str
+    result: dict[str, Any] | None = None
+    error: LorafleetError | None = None
+
+
+Event = TokenEvent | CallEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Facts of the model and the pool that the core needs as plain numbers."""
+
+    num_pages: int
+    page_tokens: int
+    page_bytes: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Request:
+    """An accepted request; `seq` is None while its adapter is being read."""
+
+    request: GenerateRequest
+    arrival: int
+    arrived: float
+    seq: Sequence | None = None
+
+    @property
+    def name(self) -> str | None:
+        return self.request.adapter.name if self.request.adapter else None
+
+
+class EngineCore:
+    def __init__(
+        self,
+        config: EngineConfig,
+        geometry: Geometry,
+        runner: Runner,
+        manager: AdapterManager,
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self.geometry = geometry
+        self.stats = EngineStats()
+        self.memory = PoolMemory(geometry.num_pages, geometry.page_tokens, config.max_adapters)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=geometry.max_model_len,
+                prefix_cache=config.prefix_cache,
+                max_overtakes=config.max_overtakes,
+                max_overtaken_s=config.max_overtaken_s,
+            ),
+            self.memory,
+        )
+        self.manager = manager
+        self.requests: dict[str, Request] = {}
+        self.is_stalled = False  # the last step could run nothing: only a load or an arrival can change that
+        self._runner = runner
+        self._clock = clock
+        self._calls: set[str] = set()  # of load_adapter, not yet answered
+        self._num_live: Counter[str] = Counter()  # digest -> requests
+        self._num_arrivals = 0
+        self._events: list[Event] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.scheduler.has_work
+
+    def add_request(self, request: GenerateRequest) -> None:
+        """Raises InvalidRequest, RequestTooLarge or Overloaded; then nothing has changed."""
+        self._check(request)
+        now = self._clock()
+        self._num_arrivals += 1
+        record = Request(request, self._num_arrivals, now)
+        digest = self._find(request.adapter)
+        if request.adapter is None or digest is not None:
+            self._enqueue(record, digest)
+        else:
+            self.manager.want(request.adapter, request.request_id)
+        self.requests[request.request_id] = record
+        if request.adapter is not None and digest is not None:
+            self._count_hit(request.adapter, digest)
+
+    def on_loaded(self, result: LoadResult) -> None:
+        """A load ended. Its waiters need the image as much as requests that are queued already."""
+        before = self.manager.digest(result.ref)
+        needed = self._needed() | ({result.image.digest} if result.image else frozenset())
+        loaded = self.manager.on_loaded(result, needed)
+        error = loaded.error
+        if loaded.image is not None:
+            error = self._too_many_pages(loaded.image.num_pages)
+            if error is None:
+                self._on_image(loaded, loaded.image.digest)
+            else:
+                self.manager.drop(loaded.image.digest)
+        if error is not None:
+            self._on_load_error(loaded, error)
+        if before is not None:
+            changed = Unavailable("the adapter changed at its source meanwhile", retry_after_s=1.0)
+            self._fail_waiting(before, error or changed)
+        self.manager.settle(self._needed())
+
+    def abort(self, request_id: str) -> None:
+        """Unknown ids are ignored: the request may just have ended."""
+        if request_id in self.requests:
+            self._finish(request_id)
+            self._events.append(TokenEvent(request_id, finish_reason="abort"))
+
+    def load_adapter(self, call_id: str, ref: AdapterRef) -> None:
+        """Read and validate it into host memory; a CallEvent answers."""
+        self._calls.add(call_id)
+        digest = self.manager.digest(ref)
+        if digest is not None and digest in self.manager:
+            self._retire(self.manager.rename(ref.name, digest))
+            self._events.append(self._answer(call_id, digest))
+        else:
+            self.manager.want(ref, call_id)
+
+    def prefetch(self, ref: AdapterRef) -> None:
+        """A request for it is on its way."""
+        if self._find(ref) is None:
+            self.manager.want(ref)
+
+    def unload_adapter(self, call_id: str, name: str) -> None:
+        """Its requests finish; then its pages and host bytes are free. A CallEvent answers."""
+        error = None
+        if name in self.manager.names:
+            self._retire(self.manager.unload(name))
+            self.stats.adapters.pop(name, None)
+        else:
+            error = ModelNotFound(f"adapter {name!r} is not loaded", param="model")
+        self._events.append(CallEvent(call_id, result={}, error=error))
+
+    def take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def step(self) -> None:
+        """Schedule, run, postprocess: at most one token a running request."""
+        plan = self.scheduler.schedule(self._clock(), self.manager)
+        self._apply(plan)
+        self.is_stalled = not plan.chunks
+        if plan.chunks:
+            images = {digest: self.manager.image(digest) for digest, _, _ in plan.loads}
+            sampled = self._runner.execute(plan, images)
+            self.scheduler.commit(plan)
+            self.stats.steps += 1
+            for token in sampled:
+                self._on_token(token.request_id, token.token_id, token.logprob)
+        if plan.loads or plan.evictions:
+            self.manager.settle(self._needed())
+        if self.config.debug:
+            self.check_invariants()
+
+    def close(self) -> None:
+        self.manager.close()
+
+    def check_invariants(self) -> None:
+        self.scheduler.check_invariants()
+        self.manager.check_invariants()
+        live = Counter(r.seq.digest for r in self.requests.values() if r.seq and r.seq.digest)
+        assert live == +self._num_live, (live, self._num_live)
+
+    def _check(self, request: GenerateRequest) -> None:
+        assert request.request_id not in self.requests, request.request_id
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        bad = next((t for t in prompt if not 0 <= t < self.geometry.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary", param="prompt")
+        if len(self.requests) - len(self.scheduler.running) >= self.config.max_queued_requests:
+            raise Overloaded(f"{self.config.max_queued_requests} requests are queued", retry_after_s=1.0)
+
+    def _find(self, ref: AdapterRef | None) -> str | None:
+        """Digest of an adapter whose weights are in host memory or in the pool."""
+        digest = self.manager.digest(ref) if ref else None
+        if digest is None:
+            return None
+        return digest if digest in self.manager or self.memory.residency.get(digest) else None
+
+    def _enqueue(self, record: Request, digest: str | None) -> None:
+        """Give it to the scheduler. Raises RequestTooLarge."""
+        request, params = record.request, record.request.params
+        num_adapter_pages = self._num_pages(digest) if digest else 0
+        num_prompt = len(request.prompt_token_ids)
+        capacity = self.scheduler.capacity_tokens(digest, num_adapter_pages)
+        if num_prompt >= capacity:
+            raise RequestTooLarge(
+                f"the prompt has {num_prompt} tokens, but one request can hold {capacity} tokens here",
+                param="prompt",
+            )
+        stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.geometry.eos_token_ids))
+        seq = Sequence(
+            request_id=request.request_id,
+            arrival=record.arrival,
+            prompt_token_ids=request.prompt_token_ids,
+            max_tokens=params.max_tokens or capacity - num_prompt,
+            min_tokens=params.min_tokens,
+            stop_token_ids=frozenset(stop),
+            digest=digest,
+            num_adapter_pages=num_adapter_pages,
+        )
+        self.scheduler.add(seq)
+        record.seq = seq
+        assert params.seed is not None, "the caller draws one, so that choices and retries differ"
+        self._runner.start(request.request_id, params, params.seed, request.prompt_token_ids)
+        if digest:
+            self._num_live[digest] += 1
+            self.manager.touch(digest)
+
+    def _num_pages(self, digest: str) -> int:
+        resident = self.memory.residency.get(digest)
+        return len(resident.page_ids) if resident else self.manager.image(digest).num_pages
+
+    def _count_hit(self, ref: AdapterRef, digest: str) -> None:
+        stats = self.stats.adapter(ref.name)
+        if self.memory.residency.get(digest):
+            stats.hbm_hits += 1
+        else:
+            stats.host_hits += 1
+
+    def _apply(self, plan: StepPlan) -> None:
+        names = {digest: name for name, digest in self.manager.names.items()}
+        for eviction in plan.evictions:
+            self.stats.hbm_evictions[eviction.cause.value] += 1
+            if eviction.digest in names:
+                self.stats.adapter(names[eviction.digest]).evictions += 1
+        for digest in plan.missing:
+            self.manager.want_again(digest)
+        self.stats.preemptions += len(plan.preempted)
+        for request_id in plan.admitted:
+            seq = self.scheduler[request_id]
+            stats = self.stats.adapter(self.requests[request_id].name)
+            if seq.num_outputs == 0:
+                stats.prompt_tokens += len(seq.prompt_token_ids)
+                stats.cached_tokens += seq.num_cached or 0
+
+    def _on_token(self, request_id: str, token_id: int, logprob: TokenLogprob | None) -> None:
+        record = self.requests[request_id]
+        seq = self.scheduler[request_id]
+        reason = seq.append(token_id)
+        self.stats.adapter(record.name).output_tokens += 1
+        if reason:
+            self._finish(request_id)
+        asked = token_id in record.request.params.stop_token_ids
+        self._events.append(
+            TokenEvent(
+                request_id,
+                token_id,
+                logprob,
+                finish_reason=reason,
+                stop_token_id=token_id if reason == "stop" and asked else None,
+                num_cached_tokens=seq.num_cached or 0,
+            )
+        )
+
+    def _finish(self, request_id: str) -> None:
+        record = self.requests.pop(request_id)
+        if record.seq is None:
+            self.manager.leave(request_id)
+            return
+        self.scheduler.finish(request_id, self._clock())
+        self._runner.finish(request_id)
+        digest = record.seq.digest
+        if digest:
+            self._num_live[digest] -= 1
+            self._drop_if_unused(digest)
+
+    def _needed(self) -> frozenset[str]:
+        """Digests that waiting requests will copy from host memory."""
+        return frozenset(
+            s.digest
+            for s in self.scheduler.waiting
+            if s.digest and self.memory.residency.get(s.digest) is None
+        )
+
+    def _on_image(self, loaded: Loaded, digest: str) -> None:
+        name = loaded.ref.name
+        self._retire(self.manager.rename(name, digest))
+        self.scheduler.keep(digest)
+        stats = self.stats.adapter(name)
+        stats.loads += 1
+        stats.load_seconds_sum += loaded.seconds
+        self.stats.load_seconds.observe(loaded.seconds)
+        for waiter in loaded.waiters:
+            if waiter in self._calls:
+                self._events.append(self._answer(waiter, digest))
+                continue
+            record = self.requests[waiter]
+            stats.misses += 1
+            stats.blocked_seconds_sum += self._clock() - record.arrived
+            try:
+                self._enqueue(record, digest)
+            except LorafleetError as error:
+                self._fail(waiter, error)
+
+    def _on_load_error(self, loaded: Loaded, error: LorafleetError) -> None:
+        if loaded.ref.name in self.stats.adapters:
+            self.stats.adapters[loaded.ref.name].load_failures += 1
+        for waiter in loaded.waiters:
+            if waiter in self._calls:
+                self._calls.remove(waiter)
+                self._events.append(CallEvent(waiter, error=error))
+            else:
+                self._fail(waiter, error)
+
+    def _fail_waiting(self, digest: str, error: LorafleetError) -> None:
+        """Requests that were queued when their adapter left host memory, and it cannot be read again."""
+        if digest in self.manager or self.memory.residency.get(digest):
+            return
+        for seq in [s for s in self.scheduler.waiting if s.digest == digest]:
+            self._fail(seq.request_id, error)
+
+    def _fail(self, request_id: str, error: LorafleetError) -> None:
+        self._finish(request_id)
+        self._events.append(TokenEvent(request_id, error=error))
+
+    def _answer(self, call_id: str, digest: str) -> CallEvent:
+        self._calls.remove(call_id)
+        return CallEvent(call_id, result=self.manager.image(digest).report)
+
+    def _too_many_pages(self, num_pages: int) -> AdapterRefused | None:
+        capacity = self.geometry.num_pages - self.memory.residency.num_pinned_pages
+        # one page at least must be left for the KV of its requests
+        if num_pages < capacity:
+            return None
+        page = self.geometry.page_bytes
+        return AdapterRefused(
+            f"the adapter needs {num_pages} pages ({num_pages * page} bytes), but only {capacity} pages "
+            f"({capacity * page} bytes) of the pool can hold adapters",
+            param="pool_bytes",
+        )
+
+    def _retire(self, digest: str | None) -> None:
+        if digest is not None:
+            self.scheduler.retire(digest)
+            self._drop_if_unused(digest)
+
+    def _drop_if_unused(self, digest: str) -> None:
+        """Host bytes of a content that no name means go when its last request has ended."""
+        if self._num_live[digest] == 0:
+            del self._num_live[digest]
+            if digest not in self.manager.names.values():
+                self.manager.drop(digest)

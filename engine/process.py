@@ -1,0 +1,153 @@
+"""The engine's own process: `python -m engine.process FD`, started by `engine.client`.
+
+HTTP, tokenising and detokenising live in the client's process, so they never hold the step loop's GIL. Three
+threads: a reader turns frames into calls for the loop, the loop steps, a writer sends what came out, so that
+a slow client never stalls a step. The process ends when its client does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine.building import build_core
+from engine.config import EngineConfig
+from engine.core import EngineCore, TokenEvent
+from engine.errors import InvalidRequest, LorafleetError
+from engine.loop import EngineLoop, Inbox
+from engine.request import GenerateRequest
+from engine.snapshot import snapshot
+from engine.wire import decode_ref, decode_request, encode_event, encode_frame, read_frame
+
+STATS_PERIOD_S = 0.1
+IDLE_WAIT_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class EngineProcess:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._stopping = False
+
+    def run(self) -> None:
+        config = EngineConfig(**read_frame(self._sock))
+        try:
+            core = build_core(config, self._inbox)
+        except (LorafleetError, ValueError, OSError) as error:
+            self._sock.sendall(encode_frame({"failed": _as_error(error).to_dict()}))
+            return
+        geometry = core.geometry
+        self._send(
+            {
+                "ready": {
+                    "max_model_len": geometry.max_model_len,
+                    "num_pages": geometry.num_pages,
+                    "page_tokens": geometry.page_tokens,
+                    "page_bytes": geometry.page_bytes,
+                    "vocab_size": geometry.vocab_size,
+                }
+            }
+        )
+        writer = threading.Thread(target=self._write, name="engine-writer")
+        writer.start()
+        threading.Thread(target=self._read, args=(core,), name="engine-reader", daemon=True).start()
+        try:
+            self._loop(EngineLoop(core, self._inbox))
+        finally:
+            core.close()
+            self._outbox.put(None)
+            writer.join()
+
+    def _loop(self, loop: EngineLoop) -> None:
+        stats_sent = 0.0
+        is_stale = True
+        while not self._stopping:
+            events = loop.turn(IDLE_WAIT_S)
+            if events:
+                self._send({"events": [encode_event(event) for event in events]})
+            is_stale = is_stale or loop.has_worked
+            now = time.monotonic()
+            if is_stale and (loop.core.is_idle or now - stats_sent >= STATS_PERIOD_S):
+                self._send({"stats": snapshot(loop.core)})
+                stats_sent, is_stale = now, False
+
+    def _read(self, core: EngineCore) -> None:
+        try:
+            while True:
+                name, *args = read_frame(self._sock)
+                self._inbox.put(partial(_CALLS[name], self, core, *args))
+        except (EOFError, OSError):
+            self._inbox.put(self._stop)
+
+    def _write(self) -> None:
+        while (frame := self._outbox.get()) is not None:
+            try:
+                self._sock.sendall(frame)
+            except OSError:  # the client is gone; the reader notices as well
+                self._inbox.put(self._stop)
+                return
+
+    def _send(self, message: Any) -> None:
+        self._outbox.put(encode_frame(message))
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _add(self, core: EngineCore, data: dict[str, Any]) -> None:
+        request: GenerateRequest = decode_request(data)
+        try:
+            core.add_request(request)
+        except LorafleetError as error:
+            self._send({"events": [encode_event(TokenEvent(request.request_id, error=error))]})
+
+    def _abort(self, core: EngineCore, request_id: str) -> None:
+        core.abort(request_id)
+
+    def _load(self, core: EngineCore, call_id: str, ref: dict[str, str]) -> None:
+        core.load_adapter(call_id, decode_ref(ref))
+
+    def _unload(self, core: EngineCore, call_id: str, name: str) -> None:
+        core.unload_adapter(call_id, name)
+
+    def _prefetch(self, core: EngineCore, ref: dict[str, str]) -> None:
+        core.prefetch(decode_ref(ref))
+
+
+_CALLS: dict[str, Callable[..., None]] = {
+    "add": EngineProcess._add,
+    "abort": EngineProcess._abort,
+    "load": EngineProcess._load,
+    "unload": EngineProcess._unload,
+    "prefetch": EngineProcess._prefetch,
+}
+
+
+def _as_error(error: Exception) -> LorafleetError:
+    return error if isinstance(error, LorafleetError) else InvalidRequest(str(error), param="model")
+
+
+def main() -> None:
+    # Ctrl-C reaches the whole process group; the client decides when this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    EngineProcess(sock).run()
+    sys.stdout.flush()
+    # loader threads may hang in a read for minutes; nothing of theirs needs to be finished
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The CPU backend: reference ops in PyTorch over one pool tensor. For small models, laptops and CI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from engine.adapters.image import AdapterImage
+from engine.model.llama import LlamaModel
+from engine.model.loading import LlamaWeights
+from engine.model.spec import ModelSpec
+from engine.plan import StepPlan
+from engine.runner.base import SampledToken
+from engine.runner.batch import ScheduledTokens, build_batch
+from engine.sampler import Sampler
+from engine.sampling_params import SamplingParams
+from engine.sampling_state import SamplingState
+from engine.shape import NUM_PROJECTIONS
+from kernels.sgmv import AdapterViews, absolute_offsets
+
+
+class CpuRunner:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: LlamaWeights,
+        num_pages: int,
+        page_tokens: int,
+        max_model_len: int,
+        poison: bool = False,
+    ) -> None:
+        """`poison`: fill freed pages with NaN, so that a read of what is not there any more shows."""
+        shape = spec.shape
+        self._page_tokens = page_tokens
+        self._model = LlamaModel(spec, weights, max_model_len)
+        self._pool = torch.zeros(num_pages, shape.page_elems(page_tokens), dtype=weights.embed.dtype)
+        self._adapters = AdapterViews(self._pool, [shape.widths(p) for p in range(NUM_PROJECTIONS)])
+        self._sampler = Sampler(spec.eos_token_ids)
+        self._states: dict[str, SamplingState] = {}
+        self._poison = poison
+        if poison:
+            self._pool.fill_(torch.nan)
+
+    def start(
+        self, request_id: str, params: SamplingParams, seed: int, prompt_token_ids: tuple[int, ...]
+    ) -> None:
+        self._states[request_id] = SamplingState(params, seed, prompt_token_ids)
+
+    def finish(self, request_id: str) -> None:
+        self._states.pop(request_id, None)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> list[SampledToken]:
+        for eviction in plan.evictions:
+            self._adapters.clear(eviction.slot)
+        if self._poison and plan.freed_pages:
+            self._pool[list(plan.freed_pages)] = torch.nan
+        for digest, slot, page_ids in plan.loads:
+            self._load(images[digest], slot, page_ids)
+        batch = build_batch(
+            [
+                ScheduledTokens(c.token_ids, c.start, c.page_ids, c.adapter_slot, c.samples)
+                for c in plan.chunks
+            ],
+            "cpu",
+            self._page_tokens,
+        )
+        logits = self._model.forward(batch, self._pool, self._adapters)
+        return self._sample(logits, [plan.chunks[i].request_id for i in batch.order])
+
+    def _load(self, image: AdapterImage, slot: int, page_ids: tuple[int, ...]) -> None:
+        self._pool[list(page_ids)] = image.pages
+        offsets = absolute_offsets(image.tile_offsets, page_ids, self._pool.shape[1])
+        self._adapters.put(slot, offsets, image.ranks, image.scales)
+
+    def _sample(self, logits: torch.Tensor, request_ids: list[str]) -> list[SampledToken]:
+        if not request_ids:
+            return []
+        states = [self._states[request_id] for request_id in request_ids]
+        sampled = self._sampler.sample(logits, states)
+        for state, token_id in zip(states, sampled.token_ids, strict=True):
+            state.append(token_id)
+        return [
+            SampledToken(*row) for row in zip(request_ids, sampled.token_ids, sampled.logprobs, strict=True)
+        ]

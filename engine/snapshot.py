@@ -1,0 +1,68 @@
+"""An engine's statistics and residency as one JSON value; its shape is told in `deployments.metrics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from engine.core import EngineCore
+from engine.page_pool import PageKind
+from engine.stats import BASE
+
+
+def snapshot(core: EngineCore) -> dict[str, Any]:
+    pool = core.memory.pool
+    return {
+        "running": len(core.scheduler.running),
+        "waiting": len(core.requests) - len(core.scheduler.running),
+        "max_num_seqs": core.config.max_num_seqs,
+        "preemptions": core.stats.preemptions,
+        "steps": core.stats.steps,
+        "pages": {
+            "total": pool.num_pages,
+            "free": pool.num_free,
+            "kv": pool.num_used(PageKind.SEQUENCE),
+            "prefix": pool.num_used(PageKind.PREFIX),
+            "adapters": pool.num_used(PageKind.ADAPTER),
+        },
+        "page_bytes": core.geometry.page_bytes,
+        "slots": {"total": core.memory.residency.num_slots, "used": len(core.memory.residency)},
+        "host_cache": {
+            "capacity_bytes": core.manager.cache.capacity_bytes,
+            "used_bytes": core.manager.cache.used_bytes,
+        },
+        "evictions": {
+            "hbm": dict(core.stats.hbm_evictions),
+            "host": {"bytes": core.manager.num_evicted},
+        },
+        "load_seconds": core.stats.load_seconds.to_dict(),
+        "adapters": _adapters(core),
+    }
+
+
+def _adapters(core: EngineCore) -> dict[str, Any]:
+    is_running = {s.request_id for s in core.scheduler.running}
+    running: Counter[str] = Counter()
+    waiting: Counter[str] = Counter()
+    for request_id, record in core.requests.items():
+        counts = running if request_id in is_running else waiting
+        counts[record.name or BASE] += 1
+    adapters = {}
+    for name, digest in core.manager.names.items():
+        resident = core.memory.residency.get(digest)
+        adapters[name] = {
+            "digest": digest,
+            "tier": "hbm" if resident else "host" if digest in core.manager else "source",
+            "pages": len(resident.page_ids) if resident else 0,
+            "pinned": bool(resident and resident.pinned),
+        }
+    adapters[BASE] = {}
+    return {
+        name: {
+            **facts,
+            "running": running[name],
+            "waiting": waiting[name],
+            **core.stats.adapter(name).to_dict(),
+        }
+        for name, facts in adapters.items()
+    }

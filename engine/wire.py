@@ -1,0 +1,108 @@
+"""Frames between an engine process and its client: a length, then JSON. Nothing is ever unpickled.
+
+client -> engine   [call, ...]         add, abort, load, unload, prefetch, stop
+engine -> client   {"ready": facts} or {"failed": error} once, then {"events": [...]} and {"stats": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from dataclasses import asdict
+from typing import Any
+
+from engine.core import CallEvent, Event, TokenEvent
+from engine.errors import LorafleetError
+from engine.request import AdapterRef, GenerateRequest, TokenLogprob
+from engine.sampling_params import SamplingParams
+
+HEADER = struct.Struct("!I")
+
+
+def encode_frame(message: Any) -> bytes:
+    payload = json.dumps(message, separators=(",", ":")).encode()
+    return HEADER.pack(len(payload)) + payload
+
+
+def read_frame(sock: socket.socket) -> Any:
+    """Blocks. Raises EOFError when the other side is gone."""
+    (length,) = HEADER.unpack(_read_exactly(sock, HEADER.size))
+    return json.loads(_read_exactly(sock, length))
+
+
+def encode_ref(ref: AdapterRef) -> dict[str, str]:
+    return asdict(ref)
+
+
+def decode_ref(data: dict[str, str]) -> AdapterRef:
+    return AdapterRef(**data)
+
+
+def encode_request(request: GenerateRequest) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "prompt_token_ids": request.prompt_token_ids,
+        "params": request.params.to_dict(),
+        "adapter": encode_ref(request.adapter) if request.adapter else None,
+    }
+
+
+def decode_request(data: dict[str, Any]) -> GenerateRequest:
+    """Raises InvalidRequest, as SamplingParams does."""
+    return GenerateRequest(
+        request_id=data["request_id"],
+        prompt_token_ids=tuple(data["prompt_token_ids"]),
+        params=SamplingParams.from_dict(data["params"]),
+        adapter=decode_ref(data["adapter"]) if data["adapter"] else None,
+    )
+
+
+def encode_event(event: Event) -> list[Any]:
+    # positional: half the bytes and half the time of objects
+    error = event.error.to_dict() if event.error else None
+    if isinstance(event, CallEvent):
+        return ["call", event.call_id, event.result, error]
+    return [
+        "token", event.request_id, event.token_id, encode_logprob(event.logprob),
+        event.finish_reason, event.stop_token_id, error, event.num_cached_tokens,
+    ]  # fmt: skip
+
+
+def decode_event(item: list[Any]) -> Event:
+    kind, *rest = item
+    if kind == "call":
+        call_id, result, error = rest
+        return CallEvent(call_id, result, LorafleetError.from_dict(error) if error else None)
+    request_id, token_id, logprob, finish_reason, stop_token_id, error, num_cached = rest
+    return TokenEvent(
+        request_id,
+        token_id,
+        decode_logprob(logprob),
+        finish_reason,
+        stop_token_id,
+        LorafleetError.from_dict(error) if error else None,
+        num_cached,
+    )
+
+
+def encode_logprob(logprob: TokenLogprob | None) -> list[Any] | None:
+    return None if logprob is None else [logprob.token_id, logprob.logprob, logprob.top]
+
+
+def decode_logprob(item: list[Any] | None) -> TokenLogprob | None:
+    if item is None:
+        return None
+    token_id, value, top = item
+    return TokenLogprob(token_id, value, tuple((token, best) for token, best in top))
+
+
+def _read_exactly(sock: socket.socket, length: int) -> bytes:
+    buffer = bytearray(length)
+    view = memoryview(buffer)
+    while view:
+        received = sock.recv_into(view)
+        if received == 0:
+            raise EOFError("the other side of the engine's socket is gone")
+        view = view[received:]
+    return bytes(buffer)
