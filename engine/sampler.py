@@ -127,9 +127,11 @@ def _draw(logits: Tensor, states: Sequence[SamplingState]) -> Tensor:
     top_ks = {i: p.top_k for i, p in enumerate(params) if 0 < p.top_k < vocab_size}
     scaled = _filter(scaled, reference.keep_top_k, top_ks)
     scaled = _filter(scaled, reference.keep_top_p, {i: p.top_p for i, p in enumerate(params) if p.top_p < 1})
-    seeds = torch.tensor([state.seed for state in states], device=logits.device)
-    positions = torch.tensor([state.num_outputs for state in states], device=logits.device)
-    return reference.choose(scaled, seeds, positions)
+    # few numbers, so made on the CPU: the same bits on every device
+    uniforms = reference.philox_uniform(
+        torch.tensor([state.seed for state in states]), torch.tensor([state.num_outputs for state in states])
+    )
+    return reference.choose(scaled, uniforms.to(logits.device))
 
 
 def _filter(

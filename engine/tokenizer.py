@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    def __init__(self, hf_tokenizer: Any, extra_eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, hf_tokenizer: Any) -> None:
         """`hf_tokenizer`: a transformers fast tokenizer."""
         self._hf = hf_tokenizer
         self._fast: FastTokenizer = hf_tokenizer.backend_tokenizer
@@ -24,15 +24,12 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        eos_token_id: int | None = hf_tokenizer.eos_token_id
-        own_eos = () if eos_token_id is None else (eos_token_id,)
-        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*own_eos, *extra_eos_token_ids)))
         self._decoders = _decoder_types(self._fast)
 
     @classmethod
     def from_pretrained(cls, model: str) -> Tokenizer:
         """`model`: directory or hub id."""
-        return cls(AutoTokenizer.from_pretrained(model), _generation_eos(model))
+        return cls(AutoTokenizer.from_pretrained(model))
 
     @property
     def vocab_size(self) -> int:
@@ -40,8 +37,9 @@ class Tokenizer:
         return self._fast.get_vocab_size(with_added_tokens=True)
 
     @property
-    def bos_token_id(self) -> int | None:
-        token_id: int | None = self._hf.bos_token_id
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own; which tokens end a generation is the model's to say."""
+        token_id: int | None = self._hf.eos_token_id
         return token_id
 
     @property
@@ -80,15 +78,6 @@ class Tokenizer:
         if self._decoders & {"Metaspace", "Replace"}:
             token = token.replace("\u2581", " ")
         return token.encode()
-
-
-def _generation_eos(model: str) -> tuple[int, ...]:
-    """Chat models name their end of turn in generation_config.json only."""
-    try:
-        eos: int | list[int] | None = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # it has none
-        return ()
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def _decoder_types(fast: FastTokenizer) -> frozenset[str]:

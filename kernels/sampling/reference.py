@@ -4,8 +4,9 @@ Knows nothing of requests: rows of logits [B, V] float32, per-row parameters [B]
 (rows, token_ids) [E]. The order in which a caller applies the operations is stated in `engine.sampler`.
 
 Random numbers are counter-based, so that a row's draw depends on its seed and position alone, not on the
-batch around it, on the device or on how often it was computed: Salmon, Moraes, Dror and Shaw, "Parallel
-random numbers: as easy as 1, 2, 3" (SC 2011), Philox4x32 with 10 rounds.
+batch around it or on how often it was computed: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
+easy as 1, 2, 3" (SC 2011), Philox4x32 with 10 rounds. A draw takes one number and inverts the cumulative
+distribution; a race of exponential clocks would need a number for each token of the vocabulary.
 
 Every result of a row is the same bits whatever the other rows are. Sums over the vocabulary therefore go
 through softmax and cumsum, whose order of summation does not depend on the number of rows, as sum's does.
@@ -46,21 +47,15 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
     return c0, c1, c2, c3
 
 
-def philox_uniform(seeds: Tensor, positions: Tensor, n: int) -> Tensor:
-    """[B, n] float32 in (0, 1) from seeds [B] int64 (the key) and positions [B] int64.
-
-    Number j is word j % 4 of counter (j // 4, 0, position low, position high).
-    """
-    block = torch.arange((n + 3) // 4, device=seeds.device)[None, :]
-    zero = torch.zeros_like(block)
-    seeds, positions = seeds[:, None], positions[:, None]
-    words = philox4x32(
-        (block, zero, positions & UINT32, positions >> 32 & UINT32),
+def philox_uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """[B] float64 in (0, 1) from int64: seeds [B] are the key, positions [B] the counter's low half."""
+    zero = torch.zeros_like(seeds)
+    w0, w1, _, _ = philox4x32(
+        (positions & UINT32, positions >> 32 & UINT32, zero, zero),
         (seeds & UINT32, seeds >> 32 & UINT32),
     )
-    bits = torch.stack(words, dim=-1).flatten(1)[:, :n]
-    # all 32 bits, finest near 0; what rounds to 1 goes to the float below it
-    return ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    # 52 bits and a half: exact, and neither 0 nor 1
+    return ((w0 << 20 | w1 >> 12).double() + 0.5) * 2.0**-52
 
 
 def add_bias_(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> None:
@@ -122,14 +117,13 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     return logits.masked_fill(keys < threshold, -torch.inf)
 
 
-def choose(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Token ids [B] int64 drawn from softmax(logits): the winner of a race of exponential clocks.
-
-    argmax(p / e) with e ~ Exp(1), which is argmax(logits - log(e)): no normalisation, no second pass.
-    """
-    # log1p keeps the small, deciding times precise
-    clocks = -torch.log1p(-philox_uniform(seeds, positions, logits.shape[1]))
-    return (logits - clocks.log_()).argmax(dim=-1)
+def choose(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Token ids [B] int64 drawn from softmax(logits), by inversion of uniforms [B] float64 in (0, 1)."""
+    cumulative = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    # relative to the total, which rounding keeps from being 1; the first above it has a probability above 0
+    target = uniforms[:, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return chosen.clamp(max=logits.shape[1] - 1)  # NaN logits: any token, but one that exists
 
 
 def top_logprobs(logprobs: Tensor, k: int) -> TopLogprobs:
