@@ -1,0 +1,118 @@
+"""Adapters in a local directory. Nothing outside it is read, whatever names and symbolic links say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.adapters.files import (
+    CONFIG_FILE,
+    FILE_NAMES,
+    AdapterFile,
+    AdapterListing,
+    SourceChanged,
+    make_listing,
+)
+from engine.adapters.names import check_adapter_name, is_adapter_name
+from engine.errors import AccessDenied, InvalidRequest, ModelNotFound
+
+_STEP_BYTES = 4 << 20
+
+
+class DirectorySource:
+    """Each sub-directory that holds an adapter_config.json is an adapter."""
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(os.path.realpath(root))
+        if not self._root.is_dir():
+            raise InvalidRequest(f"adapter source {root} is not a directory", param="adapter_source")
+
+    def list_adapters(self) -> list[AdapterListing]:
+        with os.scandir(self._root) as entries:
+            names = sorted(entry.name for entry in entries)
+        listings = []
+        for name in filter(is_adapter_name, names):
+            # one unreadable directory must not hide the others
+            with contextlib.suppress(ModelNotFound, AccessDenied):
+                listings.append(self.find(name))
+        return listings
+
+    def find(self, name: str) -> AdapterListing:
+        check_adapter_name(name, param="model")
+        path = Path(os.path.realpath(self._root / name))
+        if not path.is_relative_to(self._root):  # a link that leads out of it
+            raise ModelNotFound(f"no adapter {name!r}")
+        return DirectoryFolder(path, name).list_files()
+
+
+class DirectoryFolder:
+    parallel_reads = 1
+
+    def __init__(self, path: str | Path, name: str | None = None) -> None:
+        self._path = Path(os.path.realpath(path))
+        self._name = name or Path(os.path.abspath(path)).name
+
+    def list_files(self) -> AdapterListing:
+        try:
+            with os.scandir(self._path) as entries:
+                names = [entry.name for entry in entries if entry.name in FILE_NAMES]
+            files = [file for name in names if (file := self._stat(name)) is not None]
+        except PermissionError as error:
+            raise self._denied() from error
+        except OSError:  # absent, no directory, a link in circles
+            files = []
+        if all(file.name != CONFIG_FILE for file in files):
+            raise ModelNotFound(f"no adapter {self._name!r}: there is no {CONFIG_FILE}")
+        return make_listing(self._name, str(self._path), files)
+
+    def read(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> None:
+        try:
+            # not blocking: the file may have been replaced by a pipe that nobody writes to
+            fd = os.open(self._resolve(file.name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except PermissionError as error:
+            raise self._denied() from error
+        except OSError as error:
+            raise SourceChanged from error
+        try:
+            done = 0
+            while done < len(view):
+                check()
+                count = os.preadv(fd, [view[done : done + _STEP_BYTES]], offset + done)
+                if count == 0:
+                    raise SourceChanged
+                done += count
+            # last, so that a write in mid-read is seen
+            if _as_file(file.name, os.fstat(fd)) != file:
+                raise SourceChanged
+        finally:
+            os.close(fd)
+
+    def _stat(self, name: str) -> AdapterFile | None:
+        """None for what is no regular file or lies elsewhere."""
+        try:
+            return _as_file(name, os.stat(self._resolve(name)))
+        except FileNotFoundError:
+            return None
+
+    def _resolve(self, name: str) -> Path:
+        """Raises FileNotFoundError if a link leads out of the adapter's directory."""
+        path = Path(os.path.realpath(self._path / name))
+        allowed = [self._path]
+        if self._path.parent.name == "snapshots":
+            # Hugging Face's cache: snapshots/<revision>/<file> links to blobs/<hash>
+            allowed.append(self._path.parent.parent / "blobs")
+        if not any(path.is_relative_to(root) for root in allowed):
+            raise FileNotFoundError(name)
+        return path
+
+    def _denied(self) -> AccessDenied:
+        return AccessDenied(f"adapter {self._name!r}: its source denies access")
+
+
+def _as_file(name: str, status: os.stat_result) -> AdapterFile | None:
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return AdapterFile(name, status.st_size, str(status.st_mtime_ns))

@@ -1,0 +1,80 @@
+"""Where an adapter's tiles lie in pages. Pure ints: the scheduler counts pages with it.
+
+A tile is (layer, projection, A or B, rank block of at most RANK_BLOCK rows): rows x in or rows x out
+elements, contiguous, never over the edge of a page. What an adapter takes:
+
+    elements = sum over its modules of rank x (in + out)
+    pages    = elements / page_elems, and less than one page more where tiles are small against a page
+
+Layers are placed in order, and in a layer the large tiles first, each in the first page with room: small
+tiles fill the gaps that large ones leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.shape import RANK_BLOCK, ModelShape
+
+
+class Tile(NamedTuple):
+    layer: int
+    projection: int
+    side: int  # 0: A, 1: B
+    block: int
+    rows: int
+    width: int
+    offset: int  # elements from the start of the first page
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLayout:
+    num_pages: int
+    tiles: tuple[Tile, ...]
+
+
+Ranks = Mapping[tuple[int, int], int]
+"""(layer, projection) -> rank, of the adapted modules."""
+
+
+def num_elements(shape: ModelShape, ranks: Ranks) -> int:
+    return sum(rank * sum(shape.widths(projection)) for (_, projection), rank in ranks.items())
+
+
+def pages_needed(shape: ModelShape, ranks: Ranks, page_elems: int) -> int:
+    return make_layout(shape, ranks, page_elems).num_pages
+
+
+def make_layout(shape: ModelShape, ranks: Ranks, page_elems: int) -> ImageLayout:
+    free: list[int] = []  # elements at the end of each page
+    open_pages: list[int] = []  # pages that a tile may still fit
+    smallest = min((tile.rows * tile.width for tile in _tiles(shape, ranks)), default=0)
+    placed = []
+    for tile in _tiles(shape, ranks):
+        size = tile.rows * tile.width
+        assert size <= page_elems, "a page must hold the largest tile"
+        page = next((page for page in open_pages if free[page] >= size), None)
+        if page is None:
+            page = len(free)
+            free.append(page_elems)
+            open_pages.append(page)
+        placed.append(tile._replace(offset=(page + 1) * page_elems - free[page]))
+        free[page] -= size
+        if free[page] < smallest:
+            open_pages.remove(page)
+    return ImageLayout(len(free), tuple(placed))
+
+
+def _tiles(shape: ModelShape, ranks: Ranks) -> Iterator[Tile]:
+    """Not placed yet, in the order of placement."""
+    layer_tiles: dict[int, list[Tile]] = {}
+    for (layer, projection), rank in sorted(ranks.items()):
+        for side, width in enumerate(shape.widths(projection)):
+            for block in range(-(-rank // RANK_BLOCK)):
+                rows = min(RANK_BLOCK, rank - block * RANK_BLOCK)
+                tile = Tile(layer, projection, side, block, rows, width, offset=-1)
+                layer_tiles.setdefault(layer, []).append(tile)
+    for layer in sorted(layer_tiles):
+        yield from sorted(layer_tiles[layer], key=lambda tile: -tile.rows * tile.width)

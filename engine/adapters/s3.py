@@ -1,0 +1,213 @@
+"""Adapters in an S3 bucket, under one key prefix. No key outside the prefix is ever requested.
+
+Requests are retried by botocore; a body that is cut or stalls is resumed here, from the same version of the
+object (IfMatch). Errors name the adapter and S3's error code, never keys, URLs or credentials.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    NoCredentialsError,
+    ParamValidationError,
+    PartialCredentialsError,
+)
+from urllib3.exceptions import HTTPError
+
+from engine.adapters.files import CONFIG_FILE, AdapterFile, AdapterListing, SourceChanged, make_listing
+from engine.adapters.names import check_adapter_name, is_adapter_name
+from engine.errors import AccessDenied, InvalidRequest, ModelNotFound, Unavailable
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+    from mypy_boto3_s3.type_defs import ObjectTypeDef
+
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 10.0  # between two bytes
+MAX_RESUMES = 3  # of one range
+RETRY_AFTER_S = 5.0
+_STEP_BYTES = 1 << 20
+_SCHEME = "s3://"
+
+
+class S3Source:
+    """Each sub-folder of the prefix that holds an adapter_config.json is an adapter."""
+
+    def __init__(self, uri: str) -> None:
+        self._bucket, self._prefix = _parse(uri)
+
+    def list_adapters(self) -> list[AdapterListing]:
+        root = f"{self._prefix}/" if self._prefix else ""
+        folders: dict[str, list[AdapterFile]] = {}
+        # one flat listing: a request per adapter would be slower than skipping the keys below them
+        with _mapped("the adapter source"):
+            for entry in _list_objects(self._bucket, root):
+                name, _, file = entry["Key"][len(root) :].partition("/")
+                if is_adapter_name(name) and file and "/" not in file:
+                    folders.setdefault(name, []).append(_as_file(file, entry))
+        return [
+            make_listing(name, self._uri(name), files)
+            for name, files in sorted(folders.items())
+            if any(file.name == CONFIG_FILE for file in files)
+        ]
+
+    def find(self, name: str) -> AdapterListing:
+        check_adapter_name(name, param="model")
+        return S3Folder(self._uri(name)).list_files()
+
+    def _uri(self, name: str) -> str:
+        return _SCHEME + "/".join(part for part in (self._bucket, self._prefix, name) if part)
+
+
+class S3Folder:
+    parallel_reads = 4
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri.rstrip("/")
+        self._bucket, self._prefix = _parse(uri)
+        self._name = self._prefix.rpartition("/")[2] or self._bucket
+
+    def list_files(self) -> AdapterListing:
+        root = f"{self._prefix}/" if self._prefix else ""
+        with _mapped(f"adapter {self._name!r}"):
+            entries = _list_objects(self._bucket, root, delimiter="/")
+            files = [_as_file(entry["Key"][len(root) :], entry) for entry in entries]
+        if all(file.name != CONFIG_FILE for file in files):
+            raise ModelNotFound(f"no adapter {self._name!r}: there is no {CONFIG_FILE}")
+        return make_listing(self._name, self._uri, files)
+
+    def read(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> None:
+        done = 0
+        for attempt in range(MAX_RESUMES + 1):
+            if attempt:
+                # full jitter: cut bodies tend to come in crowds
+                time.sleep(random.uniform(0.0, 0.1 * 2**attempt))
+            check()
+            try:
+                done += self._read_some(file, offset + done, view[done:], check)
+            except _BodyCut as cut:
+                done += cut.num_bytes
+            if done == len(view):
+                return
+        raise Unavailable(
+            f"adapter {self._name!r}: {file.name} broke off {MAX_RESUMES + 1} times",
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def _read_some(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> int:
+        """Bytes read, all of them or up to where the body ended. Raises _BodyCut if it broke off."""
+        if not view:
+            return 0
+        key = f"{self._prefix}/{file.name}" if self._prefix else file.name
+        with _mapped(f"adapter {self._name!r}"):
+            response = _client().get_object(
+                Bucket=self._bucket,
+                Key=key,
+                IfMatch=file.etag,
+                Range=f"bytes={offset}-{offset + len(view) - 1}",
+            )
+        if response["ContentLength"] != len(view):
+            raise SourceChanged
+        body = response["Body"]
+        done = 0
+        try:
+            while done < len(view):
+                check()
+                # the stubs take a file where botocore takes a buffer
+                count = body.readinto(view[done : done + _STEP_BYTES])  # type: ignore[arg-type]
+                if count == 0:
+                    break
+                done += count
+        except (BotoCoreError, HTTPError, OSError) as error:
+            raise _BodyCut(done) from error
+        finally:
+            body.close()
+        return done
+
+
+class _BodyCut(Exception):
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.num_bytes = num_bytes
+
+
+def _parse(uri: str) -> tuple[str, str]:
+    """(bucket, prefix without slashes at its ends)."""
+    bucket, _, prefix = uri.removeprefix(_SCHEME).partition("/")
+    prefix = prefix.strip("/")
+    if not bucket or (prefix and any(part in ("", ".", "..") for part in prefix.split("/"))):
+        raise InvalidRequest("an S3 source is s3://bucket/prefix", param="uri")
+    return bucket, prefix
+
+
+def _list_objects(bucket: str, prefix: str, delimiter: str = "") -> Iterator[ObjectTypeDef]:
+    pages = (
+        _client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter=delimiter)
+    )
+    for page in pages:
+        yield from page.get("Contents", ())
+
+
+def _as_file(name: str, entry: ObjectTypeDef) -> AdapterFile:
+    return AdapterFile(name, entry["Size"], entry["ETag"])
+
+
+def _client() -> S3Client:
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return _make_client(endpoint, CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
+
+
+@functools.cache
+def _make_client(endpoint: str | None, connect_timeout_s: float, read_timeout_s: float) -> S3Client:
+    config = Config(
+        connect_timeout=connect_timeout_s,
+        read_timeout=read_timeout_s,
+        retries={"mode": "standard", "total_max_attempts": 3},
+        max_pool_connections=64,
+        # a custom endpoint has no host name per bucket
+        s3={"addressing_style": "path" if endpoint else "auto"},
+    )
+    # a session of its own: boto3's default one must not be used by two threads at once
+    return boto3.session.Session().client("s3", endpoint_url=endpoint, config=config)
+
+
+@contextmanager
+def _mapped(subject: str) -> Iterator[None]:
+    """botocore's errors as ours. `from None`: theirs hold URLs and would be logged with ours."""
+    try:
+        yield
+    except ClientError as error:
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500)
+        code = error.response.get("Error", {}).get("Code", str(status))
+        raise _from_status(subject, status, code) from None
+    except (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError):
+        raise AccessDenied(f"{subject}: access denied: there are no S3 credentials") from None
+    except ParamValidationError:
+        raise InvalidRequest("an S3 source is s3://bucket/prefix", param="uri") from None
+    except BotoCoreError as error:
+        raise Unavailable(
+            f"{subject}: S3 does not answer ({type(error).__name__})", retry_after_s=RETRY_AFTER_S
+        ) from None
+
+
+def _from_status(subject: str, status: int, code: str) -> Exception:
+    if status == 404:
+        return ModelNotFound(f"{subject} is not there ({code})")
+    if status == 412:
+        return SourceChanged()
+    if status == 429 or status >= 500:
+        return Unavailable(f"{subject}: S3 answers {code}", retry_after_s=RETRY_AFTER_S)
+    # 403; 301 and 400 for a wrong region or an expired token: retrying does not help
+    return AccessDenied(f"{subject}: access denied by S3 ({code})")
