@@ -1,0 +1,119 @@
+"""One replica around one engine: requests in, chunks of deltas out, state for the router. No Ray, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.coalesce import coalesce
+from deployments.replica_books import ReplicaBooks, routing_stats
+from deployments.wire import encode_deltas, encode_error
+from engine.config import EngineConfig
+from engine.errors import EngineDead, LorafleetError
+from engine.stats import BASE
+from engine.wire import decode_ref, decode_request
+
+logger = logging.getLogger(__name__)
+
+ENGINE_CLIENT = "engine.client:EngineClient"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    stream_interval_s: float = 0.02  # least time between two chunks of a stream
+    metrics_max_adapters: int = 100  # adapters that this replica's metrics name
+    engine_client: str = ENGINE_CLIENT  # module:Class; tests bring a fake
+
+
+class EngineReplica:
+    """Errors travel as values: exceptions change their class on some of Serve's transports."""
+
+    def __init__(self, engine: EngineConfig, settings: ReplicaSettings, replica_id: str) -> None:
+        module, _, name = settings.engine_client.partition(":")
+        self._config = engine
+        self._settings = settings
+        self._replica_id = replica_id
+        self._books = ReplicaBooks(settings.metrics_max_adapters)
+        self._client = getattr(importlib.import_module(module), name)(engine)
+        self._watching: asyncio.Task[None]
+
+    async def start(self) -> None:
+        await self._client.start()
+        self._watching = asyncio.create_task(self._exit_with_the_engine())
+
+    async def stop(self) -> None:
+        self._watching.cancel()
+        await self._client.stop()
+
+    async def warm(self, refs: list[dict[str, str]]) -> None:
+        """Load what fits. One bad adapter must not keep the replica from serving the others."""
+        refs = refs[: self._config.max_adapters]
+        answers = await asyncio.gather(*(self.load_adapter(ref) for ref in refs))
+        for ref, answer in zip(refs, answers, strict=True):
+            if "error" in answer:
+                logger.warning("adapter %s is not preloaded: %s", ref["name"], answer["error"]["code"])
+
+    async def generate(self, request: dict[str, Any], route: str) -> AsyncGenerator[bytes, None]:
+        """`route`: why the router chose this replica. Closing the stream aborts the request."""
+        adapter = request["adapter"]["name"] if request["adapter"] else BASE
+        arrived = time.monotonic()
+        self._books.arrived(adapter, route, arrived)
+        code, is_first = None, True
+        try:
+            deltas = self._client.generate(decode_request(request))
+            async with aclosing(coalesce(deltas, self._settings.stream_interval_s)) as stream:
+                async for items in stream:
+                    if is_first:
+                        self._books.first_token(adapter, time.monotonic() - arrived)
+                        is_first = False
+                    yield encode_deltas(items)
+        except LorafleetError as error:
+            code = error.code or "error"
+            yield encode_error(error)
+        finally:
+            self._books.ended(adapter, time.monotonic(), code)
+
+    async def load_adapter(self, ref: dict[str, str]) -> dict[str, Any]:
+        return await _as_value(self._client.load_adapter(decode_ref(ref)))
+
+    async def unload_adapter(self, name: str) -> dict[str, Any]:
+        answer = await _as_value(self._client.unload_adapter(name))
+        self._books.forget(name)
+        return answer
+
+    async def facts(self) -> dict[str, Any]:
+        return {"max_model_len": self._client.facts.max_model_len}
+
+    async def stats(self) -> dict[str, Any]:
+        """See `metrics.py`."""
+        return {"replica": self._replica_id, **self._books.merge_into(await self._client.stats())}
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        return routing_stats(await self._client.stats(), self._books, time.monotonic())
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        return {"max_num_seqs": self._config.max_num_seqs, "max_adapters": self._config.max_adapters}
+
+    async def check_health(self) -> None:
+        if not self._client.is_alive:
+            raise EngineDead("the engine process ended")
+
+    async def _exit_with_the_engine(self) -> None:
+        """Serve would need seconds to notice; a dead actor is replaced, and its clients told, at once."""
+        await self._client.wait_for_death()
+        logger.error("the engine process ended; so does its replica")
+        os._exit(1)
+
+
+async def _as_value(call: Awaitable[Any]) -> dict[str, Any]:
+    try:
+        return {"result": await call}
+    except LorafleetError as error:
+        return {"error": error.to_dict()}

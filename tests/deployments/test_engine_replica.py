@@ -1,0 +1,168 @@
+"""One replica in process, over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from deployments.engine_replica import EngineReplica, ReplicaSettings
+from deployments.wire import decode_chunk
+from engine.config import EngineConfig
+from engine.errors import EngineDead, LorafleetError
+from engine.request import AdapterRef, GenerateRequest
+from engine.sampling_params import SamplingParams
+from engine.wire import encode_ref, encode_request
+from tests.cluster.fake_engine import DIE_AT_THIRD, OVERLOADED
+
+SETTINGS = ReplicaSettings(stream_interval_s=0.0, engine_client="tests.cluster.fake_engine:FakeEngineClient")
+
+
+@pytest.fixture(autouse=True)
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Codes that the replica wanted to exit with."""
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    return codes
+
+
+@asynccontextmanager
+async def started(**delays: float) -> AsyncIterator[EngineReplica]:
+    replica = EngineReplica(
+        EngineConfig(model=json.dumps(delays), max_adapters=2, max_num_seqs=4), SETTINGS, "r1"
+    )
+    await replica.start()
+    yield replica
+    await replica.stop()
+
+
+def request(*prompt: int, adapter: str | None = None, uri: str = "x", max_tokens: int = 3) -> dict[str, Any]:
+    ref = AdapterRef(adapter, uri) if adapter else None
+    params = SamplingParams(max_tokens=max_tokens)
+    return encode_request(GenerateRequest("id", prompt or (1,), params, ref))
+
+
+async def run(replica: EngineReplica, data: dict[str, Any]) -> list[Any]:
+    """All deltas; an error at the end as it is."""
+    items: list[Any] = []
+    async for chunk in replica.generate(data, route="home"):
+        try:
+            items.extend(decode_chunk(chunk))
+        except LorafleetError as error:
+            items.append(error)
+    return items
+
+
+def test_a_request_becomes_chunks_of_deltas() -> None:
+    async def main() -> None:
+        async with started() as replica:
+            deltas = await run(replica, request(adapter="sql"))
+            assert [d.num_output_tokens for d in deltas] == [1, 2, 3]
+            assert deltas[-1].finish_reason == "length"
+            stats = await replica.stats()
+            assert stats["replica"] == "r1"
+            assert stats["routes"] == {"home": 1}
+            assert stats["adapters"]["sql"]["ttft_count"] == 1
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_engine_is_the_streams_last_item_and_is_counted() -> None:
+    async def main() -> None:
+        async with started() as replica:
+            (error,) = await run(replica, request(OVERLOADED, adapter="sql"))
+            assert (type(error).__name__, error.retry_after_s) == ("Overloaded", 3.0)
+            assert (await replica.stats())["adapters"]["sql"]["errors"] == {"overloaded": 1}
+
+    asyncio.run(main())
+
+
+def test_bad_parameters_are_an_error_item_too() -> None:
+    async def main() -> None:
+        async with started() as replica:
+            data = request()
+            data["params"]["top_p"] = 7.0
+            (error,) = await run(replica, data)
+            assert (error.status, error.param) == (400, "top_p")
+
+    asyncio.run(main())
+
+
+def test_closing_the_stream_aborts_the_request() -> None:
+    """FR-56: nothing stays in flight."""
+
+    async def main() -> None:
+        async with started(token_s=0.01) as replica:
+            stream = replica.generate(request(max_tokens=1000), route="home")
+            await anext(stream)
+            assert (await replica.stats())["running"] == 1
+            await stream.aclose()
+            stats = await replica.stats()
+            assert (stats["running"], stats["num_aborted"]) == (0, 1)
+
+    asyncio.run(main())
+
+
+def test_load_and_unload_answer_with_values() -> None:
+    async def main() -> None:
+        async with started() as replica:
+            assert (await replica.load_adapter(encode_ref(AdapterRef("sql", "x"))))["result"][
+                "status"
+            ] == "ok"
+            assert (await replica.record_routing_stats())["resident"] == ["sql"]
+            assert await replica.unload_adapter("sql") == {"result": None}
+            assert (await replica.record_routing_stats())["resident"] == []
+            assert (await replica.unload_adapter("sql"))["error"]["class"] == "ModelNotFound"
+            refused = await replica.load_adapter(encode_ref(AdapterRef("bad", "refused:")))
+            assert refused["error"]["param"] == "use_dora"
+
+    asyncio.run(main())
+
+
+def test_warming_loads_what_fits_and_survives_a_bad_adapter() -> None:
+    """FR-66: a new replica has the wanted adapters before it is ready."""
+
+    async def main() -> None:
+        wanted = [AdapterRef("bad", "refused:"), AdapterRef("sql", "x"), AdapterRef("third", "x")]
+        async with started() as replica:
+            await replica.warm([encode_ref(ref) for ref in wanted])
+            assert (await replica.record_routing_stats())["resident"] == ["sql"]
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_ends_its_replica_at_once(exits: list[int]) -> None:
+    async def main() -> None:
+        async with started() as replica:
+            await replica.check_health()
+            items = await run(replica, request(DIE_AT_THIRD, max_tokens=9))
+            assert isinstance(items[-1], EngineDead)
+            assert exits == [1]
+            with pytest.raises(EngineDead):
+                await replica.check_health()
+
+    asyncio.run(main())
+
+
+def test_a_stop_on_purpose_is_no_death(exits: list[int]) -> None:
+    async def main() -> None:
+        async with started():
+            pass
+        await asyncio.sleep(0)
+        assert exits == []
+
+    asyncio.run(main())
+
+
+def test_the_router_learns_the_replicas_size() -> None:
+    async def main() -> None:
+        async with started() as replica:
+            assert await replica.record_replica_metadata() == {"max_num_seqs": 4, "max_adapters": 2}
+            assert await replica.facts() == {"max_model_len": 256}
+
+    asyncio.run(main())
