@@ -63,15 +63,13 @@ class OutputProcessor:
             num_used += 1
             self._num_output_tokens += 1
             is_end = finish_reason == "stop" and num_used == len(token_ids)
-            if not is_end or self._params.include_stop_str_in_output:
-                self._held += self._detokenizer.add([token_id])
-            sent, match = self._release()
+            silent = is_end and not self._params.include_stop_str_in_output
+            sent, match = self._release("" if silent else self._detokenizer.add([token_id]))
             text += sent
             if match:
                 break
         if match is None and finish_reason is not None:
-            self._held += self._detokenizer.flush()
-            sent, match = self._release()
+            sent, match = self._release(self._detokenizer.flush())
             text += sent + self._held
         self.finished = match is not None or finish_reason is not None
         return OutputDelta(
@@ -86,10 +84,12 @@ class OutputProcessor:
             num_output_tokens=self._num_output_tokens,
         )
 
-    def _release(self) -> tuple[str, StopMatch | None]:
-        """Take from the held text what can be sent, and say whether a stop string ends it there."""
+    def _release(self, new_text: str) -> tuple[str, StopMatch | None]:
+        """What can be sent of the held and the new text, and the stop string that ends it there."""
+        num_searched = len(self._held)
+        self._held += new_text
         if self._num_output_tokens >= self._params.min_tokens:
-            match = find_stop(self._held, self._params.stop)
+            match = find_stop(self._held, self._params.stop, num_searched)
             if match:
                 end = match.end if self._params.include_stop_str_in_output else match.start
                 text, self._held = self._held[:end], ""
@@ -99,9 +99,16 @@ class OutputProcessor:
         return text, None
 
 
-def find_stop(text: str, stops: Sequence[str]) -> StopMatch | None:
-    """The stop string complete first, whatever pieces the text came in; of several, the longest."""
-    matches = [StopMatch(stop, start, start + len(stop)) for stop in stops if (start := text.find(stop)) >= 0]
+def find_stop(text: str, stops: Sequence[str], num_searched: int = 0) -> StopMatch | None:
+    """The stop string that is complete first, and at the same place the longest: pieces do not matter.
+
+    One that ends within the first `num_searched` characters is not looked for.
+    """
+    matches = []
+    for stop in stops:
+        start = text.find(stop, max(0, num_searched + 1 - len(stop)))
+        if start >= 0:
+            matches.append(StopMatch(stop, start, start + len(stop)))
     return min(matches, key=lambda match: (match.end, match.start), default=None)
 
 
