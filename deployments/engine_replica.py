@@ -7,14 +7,14 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from deployments.coalesce import coalesce
 from deployments.replica_books import ReplicaBooks, routing_stats
-from deployments.wire import encode_deltas, encode_error
+from deployments.wire import encode_deltas, encode_error, to_answer
 from engine.config import EngineConfig
 from engine.errors import EngineDead, LorafleetError
 from engine.stats import BASE
@@ -33,8 +33,6 @@ class ReplicaSettings:
 
 
 class EngineReplica:
-    """Errors travel as values: exceptions change their class on some of Serve's transports."""
-
     def __init__(self, engine: EngineConfig, settings: ReplicaSettings, replica_id: str) -> None:
         module, _, name = settings.engine_client.partition(":")
         self._config = engine
@@ -81,10 +79,10 @@ class EngineReplica:
             self._books.ended(adapter, time.monotonic(), code)
 
     async def load_adapter(self, ref: dict[str, str]) -> dict[str, Any]:
-        return await _as_value(self._client.load_adapter(decode_ref(ref)))
+        return await to_answer(self._client.load_adapter(decode_ref(ref)))
 
     async def unload_adapter(self, name: str) -> dict[str, Any]:
-        answer = await _as_value(self._client.unload_adapter(name))
+        answer = await to_answer(self._client.unload_adapter(name))
         self._books.forget(name)
         return answer
 
@@ -110,10 +108,3 @@ class EngineReplica:
         await self._client.wait_for_death()
         logger.error("the engine process ended; so does its replica")
         os._exit(1)
-
-
-async def _as_value(call: Awaitable[Any]) -> dict[str, Any]:
-    try:
-        return {"result": await call}
-    except LorafleetError as error:
-        return {"error": error.to_dict()}

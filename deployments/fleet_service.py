@@ -12,8 +12,8 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from deployments.metrics import render
-from deployments.wire import decode_chunk
-from engine.errors import EngineDead, LorafleetError, Overloaded, Unavailable
+from deployments.wire import decode_chunk, from_answer
+from engine.errors import EngineDead, Overloaded, Unavailable
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 from engine.wire import encode_ref, encode_request
 from router.residency_router import BASE_ID
@@ -50,7 +50,7 @@ class FleetService:
     async def load_adapter(self, ref: AdapterRef) -> dict[str, Any]:
         """On every replica; the first one's report. A replica that starts now loads it by itself."""
         answers = await self._broadcast("load_adapter", encode_ref(ref), timeout_s=self._load_timeout_s)
-        reports: list[dict[str, Any]] = [_result(answer) for answer in answers]
+        reports: list[dict[str, Any]] = [from_answer(answer) for answer in answers]
         return reports[0]
 
     async def unload_adapter(self, name: str) -> None:
@@ -101,9 +101,3 @@ class FleetService:
         if not answers:
             raise Unavailable("no replica is available", retry_after_s=RETRY_AFTER_S) from results[0]
         return answers
-
-
-def _result(answer: dict[str, Any]) -> Any:
-    if "error" in answer:
-        raise LorafleetError.from_dict(answer["error"])
-    return answer["result"]

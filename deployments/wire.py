@@ -1,13 +1,14 @@
 """Output deltas and errors as JSON, so that they survive every transport of Serve.
 
-A chunk of a stream is JSON: a list of deltas, or {"error": LorafleetError.to_dict()} as the last one.
+A chunk of a stream is JSON: a list of deltas, or {"error": LorafleetError.to_dict()} as the last one. The
+answer of a call is {"result": ...} or such an error: exceptions change their class on some transports.
 Requests and adapter references cross as `engine.wire` encodes them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from engine.errors import LorafleetError
@@ -29,6 +30,20 @@ def decode_chunk(chunk: bytes) -> list[OutputDelta]:
     if isinstance(data, dict):
         raise LorafleetError.from_dict(data["error"])
     return [_delta_from_json(item) for item in data]
+
+
+async def to_answer(call: Awaitable[Any]) -> dict[str, Any]:
+    try:
+        return {"result": await call}
+    except LorafleetError as error:
+        return {"error": error.to_dict()}
+
+
+def from_answer(answer: dict[str, Any]) -> Any:
+    """Raises the LorafleetError that the answer carries."""
+    if "error" in answer:
+        raise LorafleetError.from_dict(answer["error"])
+    return answer["result"]
 
 
 def _delta_to_json(delta: OutputDelta) -> list[Any]:

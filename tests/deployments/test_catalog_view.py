@@ -1,0 +1,182 @@
+"""Two ingress replicas' views of one catalog."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from deployments import catalog_view
+from deployments.catalog_view import CatalogView
+from deployments.service import AdapterRecord
+from engine.errors import AdapterRefused, Conflict, LorafleetError, ModelNotFound, Unavailable
+from engine.request import AdapterRef
+from router.catalog import Catalog, Snapshot
+from router.catalog_state import CatalogState
+from tests.deployments.fake_fleet import FakeService
+from tests.router.test_catalog import FakeSource
+
+
+class Service(FakeService):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[AdapterRef] = []
+        self.unloaded: list[str] = []
+        self.refusal: LorafleetError | None = None
+
+    async def load_adapter(self, ref: AdapterRef) -> dict[str, Any]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.loaded.append(ref)
+        return {}
+
+    async def unload_adapter(self, name: str) -> None:
+        self.unloaded.append(name)
+
+
+class Link:
+    """The way to the catalog; it can be cut, and it counts what goes over it."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.is_cut = False
+        self.calls: list[str] = []
+
+    def _pass(self, name: str) -> Catalog:
+        self.calls.append(name)
+        if self.is_cut:
+            raise Unavailable("cut")
+        return self.catalog
+
+    async def lookup(self, name: str) -> AdapterRef:
+        return await self._pass("lookup").lookup(name)
+
+    async def template(self, ref: AdapterRef) -> str | None:
+        return await self._pass("template").template(ref)
+
+    async def propose(self, name: str, uri: str, may_replace: bool) -> AdapterRef:
+        return await self._pass("propose").propose(name, uri, may_replace)
+
+    async def commit(self, ref: AdapterRef, may_replace: bool) -> None:
+        await self._pass("commit").commit(ref, may_replace)
+
+    async def remove(self, name: str) -> AdapterRef:
+        return await self._pass("remove").remove(name)
+
+    async def wait(self, view: str, epoch: str, version: int) -> Snapshot:
+        return await self._pass("wait").wait(view, epoch, version)
+
+
+def build_catalog(source: FakeSource) -> Catalog:
+    return Catalog(source, {}, source.describe, lambda uri: f"template of {uri}", CatalogState(None))
+
+
+@asynccontextmanager
+async def views(source: FakeSource) -> AsyncIterator[tuple[CatalogView, CatalogView, Link, Service]]:
+    catalog = build_catalog(source)
+    await catalog.refresh()
+    link, service = Link(catalog), Service()
+    one, two = CatalogView(link, service), CatalogView(link, service)
+    tasks = [asyncio.create_task(view.run()) for view in (one, two)]
+    await asyncio.sleep(0.01)
+    yield one, two, link, service
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def names(view: CatalogView) -> list[str]:
+    return [record.ref.name for record in await view.list()]
+
+
+def test_a_load_through_one_ingress_is_known_to_all_when_it_returns() -> None:
+    """FR-58."""
+
+    async def main() -> None:
+        async with views(FakeSource(a="1")) as (one, two, _, service):
+            await one.load("x", "src/a", replace=False)
+            assert await names(one) == await names(two) == ["a", "x"]
+            assert service.loaded == [AdapterRef("x", "src/a", "1")]
+            for view in (one, two):
+                assert (await view.resolve("x")).ref == AdapterRef("x", "src/a", "1")
+            await two.unload("x")
+            assert await names(one) == ["a"]
+            assert service.unloaded == ["x"]
+            with pytest.raises(ModelNotFound):
+                await one.resolve("x")
+
+    asyncio.run(main())
+
+
+def test_a_known_name_resolves_without_a_call() -> None:
+    async def main() -> None:
+        async with views(FakeSource(a="1")) as (one, _, link, _):
+            await one.resolve("a")
+            link.calls.clear()
+            record = await one.resolve("a")
+            assert record == AdapterRecord(AdapterRef("a", "src/a", "1"), "template of src/a", "a")
+            assert "lookup" not in link.calls
+            assert "template" not in link.calls
+
+    asyncio.run(main())
+
+
+def test_the_place_that_clients_see_is_no_path_of_the_server() -> None:
+    """FR-30."""
+
+    async def main() -> None:
+        async with views(FakeSource(a="1")) as (one, _, _, _):
+            assert [record.root for record in await one.list()] == ["a"]
+
+    asyncio.run(main())
+
+
+def test_what_is_known_survives_the_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FR-59: and a new one is followed as soon as it is there."""
+
+    async def main() -> None:
+        monkeypatch.setattr(catalog_view, "RECONNECT_S", 0.01)
+        source = FakeSource(a="1")
+        async with views(source) as (one, two, link, _):
+            await one.resolve("a")
+            link.is_cut = True
+            await link.catalog.commit(AdapterRef("wake", "src/a"), False)
+            await asyncio.sleep(0.03)
+            assert (await one.resolve("a")).ref.name == "a"
+            with pytest.raises(Unavailable):
+                await one.resolve("unheard")
+            source.versions = {"b": "1"}
+            link.catalog = build_catalog(source)
+            await link.catalog.refresh()
+            link.is_cut = False
+            await asyncio.sleep(0.05)
+            assert await names(one) == await names(two) == ["b"]
+
+    asyncio.run(main())
+
+
+def test_a_taken_name_is_refused_before_any_replica_loads_it() -> None:
+    async def main() -> None:
+        async with views(FakeSource(a="1", b="1")) as (one, two, _, service):
+            await one.load("x", "src/a", replace=False)
+            with pytest.raises(Conflict):
+                await two.load("x", "src/b", replace=False)
+            assert len(service.loaded) == 1
+            await two.load("x", "src/b", replace=True)
+            assert (await one.resolve("x")).ref.uri == "src/b"
+
+    asyncio.run(main())
+
+
+def test_an_adapter_that_the_engines_refuse_is_not_in_the_catalog() -> None:
+    async def main() -> None:
+        async with views(FakeSource(a="1")) as (one, _, _, service):
+            service.refusal = AdapterRefused("no DoRA", param="use_dora")
+            with pytest.raises(AdapterRefused):
+                await one.load("x", "src/a", replace=False)
+            assert await names(one) == ["a"]
+
+    asyncio.run(main())
