@@ -59,28 +59,25 @@ class EngineClient:
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._send(asdict(self._config))
-        loading = asyncio.create_task(asyncio.to_thread(Tokenizer.from_pretrained, self._config.model))
+        tokenizer = asyncio.ensure_future(asyncio.to_thread(Tokenizer.from_pretrained, self._config.model))
         try:
-            first = await _read_message(reader)
-            if "failed" in first:
-                raise LorafleetError.from_dict(first["failed"])
-            self.tokenizer = await loading
-        except EOFError:
-            raise EngineDead("the engine process ended while it started") from None
-        finally:
-            loading.cancel()
-        self.facts = EngineFacts(**first["ready"])
+            # first, because the engine tells best what is wrong with a model
+            self.facts = await _read_facts(reader)
+            self.tokenizer = await tokenizer
+        except BaseException:
+            await self._end_process()
+            await asyncio.gather(tokenizer, return_exceptions=True)
+            raise
         self._reading = asyncio.create_task(self._read(reader))
 
     async def stop(self) -> None:
         """Ends the process; what was running ends with EngineDead."""
-        self._writer.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        await self._end_process()
         await self._reading
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:
@@ -196,6 +193,14 @@ class EngineClient:
             if not future.done():
                 future.set_exception(error)
 
+    async def _end_process(self) -> None:
+        self._writer.close()  # which the process takes as the end
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
     def _check_alive(self) -> None:
         if self._death is not None:
             raise self._death
@@ -208,6 +213,16 @@ async def _read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
     (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
     message: dict[str, Any] = json.loads(await reader.readexactly(length))
     return message
+
+
+async def _read_facts(reader: asyncio.StreamReader) -> EngineFacts:
+    try:
+        message = await _read_message(reader)
+    except EOFError:
+        raise EngineDead("the engine process ended while it started") from None
+    if "failed" in message:
+        raise LorafleetError.from_dict(message["failed"])
+    return EngineFacts(**message["ready"])
 
 
 async def _get_all(queue: asyncio.Queue[Any]) -> list[Any]:

@@ -1,0 +1,14 @@
+"""Settings of the whole test run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+# tiny models: a second thread costs more in hand-overs than it computes
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"

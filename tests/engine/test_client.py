@@ -1,0 +1,191 @@
+"""An engine process over a real socket, with a tiny real model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.adapters.source import describe
+from engine.client import EngineClient
+from engine.errors import AdapterRefused, EngineDead, InvalidRequest, ModelNotFound
+from engine.request import AdapterRef, GenerateRequest, OutputDelta
+from tests.tiny import make_adapter, make_llama
+
+pytestmark = [pytest.mark.cluster, pytest.mark.anyio]
+
+PROMPT = tuple(b"The quick brown fox")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("client") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path) -> AdapterRef:
+    path = make_adapter(base, base.parent / "a", rank=8, targets=["q_proj", "up_proj"], seed=1)
+    return AdapterRef("a", str(path), describe(str(path)).version)
+
+
+def config(base: Path, **overrides: Any) -> EngineConfig:
+    return EngineConfig(
+        model=str(base), debug=True, **{"num_pages": 100, "num_threads": 1, "max_num_seqs": 64} | overrides
+    )
+
+
+@asynccontextmanager
+async def running(base: Path, **overrides: Any) -> AsyncIterator[EngineClient]:
+    client = EngineClient(config(base, **overrides))
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.stop()
+
+
+def request(
+    request_id: str, adapter: AdapterRef | None = None, prompt: tuple[int, ...] = PROMPT, **params: Any
+) -> GenerateRequest:
+    settings = {"temperature": 0.0, "max_tokens": 12} | params
+    return GenerateRequest(request_id, prompt, SamplingParams(**settings), adapter)
+
+
+async def collect(client: EngineClient, request: GenerateRequest) -> list[OutputDelta]:
+    return [delta async for deltas in client.generate(request) for delta in deltas]
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(10):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_tokens_equal_the_engine_in_process(base: Path, adapter: AdapterRef) -> None:
+    engine = Engine(config(base))
+    engine.load_adapter("a", adapter.uri)
+    expected = engine.generate([PROMPT, PROMPT], SamplingParams(temperature=0, max_tokens=12), [None, "a"])
+    engine.close()
+    async with running(base) as client:
+        outputs = await asyncio.gather(collect(client, request("1")), collect(client, request("2", adapter)))
+    for deltas, output in zip(outputs, expected, strict=True):
+        assert tuple(t for delta in deltas for t in delta.token_ids) == output.token_ids
+        assert "".join(delta.text for delta in deltas) == output.text
+        assert [delta.finish_reason for delta in deltas[-2:]] == [None, "length"]
+
+
+async def test_choices_differ_and_repeat_by_seed(base: Path) -> None:
+    """FR-55."""
+    async with running(base) as client:
+        texts = []
+        for request_id in ("1", "2"):
+            deltas = await collect(client, request(request_id, n=3, seed=7, temperature=1.0))
+            texts.append([[d.token_ids for d in deltas if d.index == index] for index in range(3)])
+        assert texts[0] == texts[1]
+        assert len({str(text) for text in texts[0]}) == 3
+
+
+async def test_closing_a_stream_aborts_it(base: Path, adapter: AdapterRef) -> None:
+    """FR-56: closed at random points, nothing stays behind."""
+    async with running(base, num_pages=200) as client:
+
+        async def cancelled(number: int) -> None:
+            stream = client.generate(request(str(number), adapter if number % 2 else None, max_tokens=200))
+            for _ in range(number % 20):
+                await anext(stream)
+            await stream.aclose()  # type: ignore[attr-defined]
+
+        await asyncio.gather(*(cancelled(number) for number in range(60)))
+
+        async def is_quiet() -> bool:
+            stats = await client.stats()
+            return bool(stats["running"] == stats["waiting"] == stats["pages"]["kv"] == 0)
+
+        await until(is_quiet)
+        assert await collect(client, request("after"))
+
+
+async def test_stop_string_ends_the_engine_request_too(base: Path) -> None:
+    """FR-49."""
+    async with running(base) as client:
+        whole = "".join(d.text for d in await collect(client, request("1", max_tokens=100)))
+        stop = whole[10:13]
+        deltas = await collect(client, request("2", max_tokens=100, stop=(stop,)))
+        text = "".join(d.text for d in deltas)
+        assert text == whole[: whole.index(stop)]
+        assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", stop)
+
+        async def is_quiet() -> bool:
+            return bool((await client.stats())["running"] == 0)
+
+        await until(is_quiet)
+
+
+async def test_errors_cross_the_process_boundary(base: Path, tmp_path: Path) -> None:
+    """FR-26, FR-53: bad input is an error of its own request; the next one runs."""
+    async with running(base) as client:
+        with pytest.raises(InvalidRequest) as caught:
+            await collect(client, request("1", prompt=(999,)))
+        assert caught.value.param == "prompt"
+        with pytest.raises(ModelNotFound):
+            await collect(client, request("2", AdapterRef("none", str(tmp_path / "none"), "1")))
+        with pytest.raises(ModelNotFound):
+            await client.unload_adapter("none")
+        (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+        (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+        with pytest.raises(AdapterRefused):
+            await client.load_adapter(AdapterRef("bad", str(tmp_path), "1"))
+        assert await collect(client, request("3"))
+
+
+async def test_load_report_and_unload(base: Path, adapter: AdapterRef) -> None:
+    async with running(base) as client:
+        report = await client.load_adapter(adapter)
+        assert report["status"] == "ok"
+        assert report["bound"] == report["present"] == 8
+        await collect(client, request("1", adapter))
+        await client.unload_adapter("a")
+
+        async def is_gone() -> bool:
+            stats = await client.stats()
+            return "a" not in stats["adapters"] and stats["pages"]["adapters"] == 0
+
+        await until(is_gone)
+
+
+async def test_death_of_the_process_is_an_error_not_a_silent_end(base: Path) -> None:
+    """FR-65."""
+    client = EngineClient(config(base))
+    await client.start()
+    stream = client.generate(request("1", max_tokens=300))
+    await anext(stream)
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineDead):
+        await client.stats()
+    assert not client.is_alive
+    await client.stop()
+
+
+async def test_the_process_ends_with_its_client(base: Path) -> None:
+    client = EngineClient(config(base))
+    await client.start()
+    pid = client.pid
+    await client.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_model_that_cannot_be_served_is_told_at_start(tmp_path: Path) -> None:
+    client = EngineClient(config(tmp_path))
+    with pytest.raises(InvalidRequest):
+        await client.start()
