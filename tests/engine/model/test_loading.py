@@ -1,0 +1,113 @@
+"""Checkpoints in every form are read in full or refused by the tensor's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from engine.errors import InvalidRequest
+from engine.model.loading import LlamaWeights, load_weights
+from engine.model.spec import load_model_spec
+from tests.tiny import make_llama
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> LlamaWeights:
+    return load_weights(load_model_spec(str(path)), dtype)
+
+
+def edit(path: Path, add: dict[str, torch.Tensor], remove: str = "") -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(remove, None)
+    save_file(tensors | add, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_fused_weights_are_the_checkpoints(tmp_path: Path, tied: bool) -> None:
+    model = LlamaForCausalLM.from_pretrained(make_llama(tmp_path, tie_word_embeddings=tied))
+    weights = load(tmp_path)
+    for got, want in zip(weights.layers, model.model.layers, strict=True):
+        attention, mlp = want.self_attn, want.mlp
+        qkv = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        assert torch.equal(got.qkv, torch.cat(qkv))
+        assert torch.equal(got.gate_up, torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+        assert torch.equal(got.o, attention.o_proj.weight)
+        assert torch.equal(got.down, mlp.down_proj.weight)
+        assert torch.equal(got.input_norm, want.input_layernorm.weight)
+        assert torch.equal(got.post_norm, want.post_attention_layernorm.weight)
+    assert torch.equal(weights.embed, model.model.embed_tokens.weight)
+    assert torch.equal(weights.final_norm, model.model.norm.weight)
+    assert torch.equal(weights.lm_head, model.lm_head.weight)
+    assert (weights.lm_head is weights.embed) == tied
+
+
+def test_sharded_equals_single(tmp_path: Path) -> None:
+    single = make_llama(tmp_path / "single")
+    model = LlamaForCausalLM.from_pretrained(single)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    a, b = load(single), load(tmp_path / "sharded")
+    assert torch.equal(a.lm_head, b.lm_head)
+    for one, other in zip(a.layers, b.layers, strict=True):
+        assert torch.equal(one.qkv, other.qkv)
+        assert torch.equal(one.down, other.down)
+
+
+def test_weights_are_cast_once(tmp_path: Path) -> None:
+    make_llama(tmp_path)
+    wide, narrow = load(tmp_path), load(tmp_path, torch.bfloat16)
+    assert narrow.layers[0].qkv.dtype == torch.bfloat16
+    assert torch.equal(narrow.layers[0].qkv, wide.layers[0].qkv.bfloat16())
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    make_llama(tmp_path)
+    edit(tmp_path, {}, remove=name)
+    with pytest.raises(InvalidRequest) as error:
+        load(tmp_path)
+    assert error.value.param == name
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj.bias"
+    make_llama(tmp_path)
+    edit(tmp_path, {name: torch.zeros(64)})
+    with pytest.raises(InvalidRequest) as error:
+        load(tmp_path)
+    assert error.value.param == name
+
+
+def test_a_tensor_of_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    make_llama(tmp_path)
+    edit(tmp_path, {name: torch.zeros(64, 64)})
+    with pytest.raises(InvalidRequest) as error:
+        load(tmp_path)
+    assert error.value.param == name
+
+
+def test_stored_rotary_buffers_and_a_second_tied_head_are_ignored(tmp_path: Path) -> None:
+    make_llama(tmp_path, tie_word_embeddings=True)
+    edit(
+        tmp_path,
+        {
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+            "lm_head.weight": torch.zeros(256, 64),
+        },
+    )
+    weights = load(tmp_path)
+    assert weights.lm_head is weights.embed
+    assert weights.embed.abs().sum() > 0
+
+
+def test_a_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:
+    make_llama(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(InvalidRequest) as error:
+        load(tmp_path)
+    assert error.value.param == "model"
