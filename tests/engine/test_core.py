@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -139,7 +140,7 @@ def test_full_queue_is_told_at_once() -> None:
     ],
 )
 def test_what_can_never_run_is_refused_and_costs_nothing(
-    length: int, params: dict[str, int], param: str
+    length: int, params: dict[str, Any], param: str
 ) -> None:
     """FR-36, FR-53: with the numbers, before anything is queued."""
     harness = Harness()
