@@ -132,5 +132,5 @@ def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str]
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
+        return [prompt]
     return prompt  # type: ignore[return-value]

@@ -19,6 +19,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_COMPILED = 256  # templates
 MAX_TEMPLATE_CHARS = 1 << 18
 MAX_PROMPT_CHARS = 1 << 23
-MAX_RENDER_CPU_S = 1.0
+MAX_RENDER_CPU_S = 0.5
 MAX_MEMORY_BYTES = 512 << 20
 READY = "ready\n"
 
@@ -37,7 +38,7 @@ class RenderError(Exception):
 
 class TemplateRenderer:
     def __init__(self) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _tojson
@@ -63,6 +64,12 @@ class TemplateRenderer:
         if len(text) > MAX_PROMPT_CHARS:
             raise RenderError(f"its output has more than {MAX_PROMPT_CHARS} characters")
         return text
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        # jinja's own prints nothing until its result is used
+        raise SecurityError(f"access to {attribute} is not allowed")
 
 
 class _GenerationTag(Extension):
