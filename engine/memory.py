@@ -7,7 +7,7 @@ adapters and pages in use never yield.
 
 from __future__ import annotations
 
-from collections.abc import Container, Set
+from collections.abc import Container, Sequence, Set
 from enum import Enum
 from typing import NamedTuple
 
@@ -36,9 +36,6 @@ class Needed(NamedTuple):
     any: Container[str] = ()
 
 
-NOBODY = Needed()
-
-
 class PoolMemory:
     def __init__(self, num_pages: int, page_tokens: int, num_slots: int) -> None:
         self.page_tokens = page_tokens
@@ -51,15 +48,16 @@ class PoolMemory:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
 
-    def num_available(self, needed: Needed) -> int:
-        """Pages that can be had right now by evicting."""
-        idle = sum(len(a.page_ids) for a in self._evictable(needed))
-        return self.pool.num_free + self.prefix.num_evictable + idle
+    def can_take(self, num_pages: int, needed: Needed, keeping: Sequence[PrefixNode] = ()) -> bool:
+        """Whether so many pages can be had right now by evicting, `keeping` not among them."""
+        if self.pool.can_allocate(num_pages):
+            return True
+        num_idle = sum(len(a.page_ids) for a in self._evictable(needed))
+        num_kept = sum(n.num_users == 0 for n in keeping)
+        return num_pages <= self.pool.num_free + num_idle + self.prefix.num_evictable - num_kept
 
-    def take(self, owner: Owner, num_pages: int, needed: Needed = NOBODY) -> tuple[int, ...] | None:
-        """Allocate, evicting as much as it takes; None, and nothing is evicted, if that cannot suffice."""
-        if not self.pool.can_allocate(num_pages) and self.num_available(needed) < num_pages:
-            return None
+    def take(self, owner: Owner, num_pages: int, needed: Needed) -> tuple[int, ...]:
+        """Allocate, evicting as much as it takes. Only after `can_take`: it cannot fail."""
         while not self.pool.can_allocate(num_pages):
             self._evict_cheapest(needed)
         return self.pool.allocate(owner, num_pages)
@@ -81,24 +79,23 @@ class PoolMemory:
         If the cache holds these tokens already, the caller gets that page and its own one is freed.
         """
         node = self.prefix.insert(namespace, parent, tokens, page_id)
-        self.prefix.acquire([node])
         if node.page_id == page_id:
             self.pool.transfer(page_id, owner, PREFIX_OWNER)
         else:
             self.give_back(owner, (page_id,))
         return node
 
-    def load_adapter(self, digest: str, num_pages: int, needed: Needed, now: float) -> ResidentAdapter | None:
-        """Pages and a slot for an adapter, evicting others; None, and nothing is evicted, if it cannot."""
-        idle = self._evictable(needed)
-        if not self.residency.has_free_slot and not idle:
-            return None
-        page_ids = self.take(Owner(PageKind.ADAPTER, digest), num_pages, needed)
-        if page_ids is None:
-            return None
+    def has_slot(self, needed: Needed) -> bool:
+        """Whether an adapter slot can be had right now by evicting."""
+        return self.residency.has_free_slot or bool(self._evictable(needed))
+
+    def load_adapter(self, digest: str, num_pages: int, needed: Needed, now: float) -> ResidentAdapter:
+        """Pages and a slot for an adapter, evicting others. Only after `has_slot` and `can_take`."""
         if not self.residency.has_free_slot:
-            victim = min(self._evictable(needed), key=lambda a: (a.digest in needed.any, a.last_used))
+            victim = self._cheapest_adapter(needed)
+            assert victim is not None
             self.evict_adapter(victim.digest, EvictionCause.SLOT)
+        page_ids = self.take(Owner(PageKind.ADAPTER, digest), num_pages, needed)
         return self.residency.insert(digest, page_ids, now)
 
     def evict_adapter(self, digest: str, cause: EvictionCause) -> None:
@@ -119,6 +116,8 @@ class PoolMemory:
         self.prefix.check_invariants()
         self.residency.check_invariants()
         assert self.pool.num_used(PageKind.PREFIX) == self.prefix.num_pages
+        orphans = {n for n in self.prefix.namespaces if n and self.residency.get(n) is None}
+        assert not orphans, "prefix KV that no request can use"
         for adapter in self.residency:
             owner = Owner(PageKind.ADAPTER, adapter.digest)
             assert self.pool.pages_of(owner) == frozenset(adapter.page_ids)
@@ -128,19 +127,19 @@ class PoolMemory:
     def _evictable(self, needed: Needed) -> list[ResidentAdapter]:
         return [a for a in self.residency.idle() if a.digest not in needed.older]
 
+    def _cheapest_adapter(self, needed: Needed) -> ResidentAdapter | None:
+        return min(self._evictable(needed), key=lambda a: (a.digest in needed.any, a.last_used), default=None)
+
     def _evict_cheapest(self, needed: Needed) -> None:
         leaf = self.prefix.oldest_evictable()
-        idle = self._evictable(needed)
-        adapter = min(idle, key=lambda a: (a.digest in needed.any, a.last_used)) if idle else None
-        if adapter is None or (
-            leaf is not None and (adapter.digest in needed.any or leaf.last_used <= adapter.last_used)
+        adapter = self._cheapest_adapter(needed)
+        if adapter is not None and (
+            leaf is None or (adapter.digest not in needed.any and adapter.last_used < leaf.last_used)
         ):
-            assert leaf is not None
-            self._free_prefix_pages([self.prefix.evict(leaf)])
-        elif pages := self.prefix.evict_namespace(adapter.digest):
-            self._free_prefix_pages(pages)
-        else:
             self.evict_adapter(adapter.digest, EvictionCause.PAGES)
+        else:
+            assert leaf is not None, "the caller asks `can_take` first"
+            self._free_prefix_pages([self.prefix.evict(leaf)])
 
     def _free_prefix_pages(self, page_ids: list[int]) -> None:
         self.give_back(PREFIX_OWNER, tuple(page_ids))

@@ -45,9 +45,6 @@ class PagePool:
     def num_used(self, kind: PageKind) -> int:
         return self._num_used[kind]
 
-    def owner(self, page_id: int) -> Owner | None:
-        return self._owner[page_id]
-
     def can_allocate(self, num_pages: int) -> bool:
         return num_pages <= len(self._free)
 

@@ -4,8 +4,9 @@ Continuous batching with chunked prefill under a token budget. Running requests 
 decodes one token, what the budget leaves goes to prefill chunks, then to new requests in order of arrival.
 
 A waiting request that lacks pages or an adapter slot does not block those behind it, but it can be overtaken
-only so often: past `max_overtakes` admissions or `max_overtaken_s` it is starving, and then
-- if it lacks a slot, the adapter with the fewest running requests admits no more, so that its slot frees;
+only so often: past `max_overtakes` admissions (counted at the end of a step) or `max_overtaken_s` it starves:
+- if it lacks a slot, the adapter with the fewest running requests admits none of those behind it, so that the
+  slot frees; one adapter at a time, so that the others go on at full speed;
 - if it lacks pages, nobody behind it is admitted until it is.
 
 When a running request cannot grow, the youngest one gives up its pages and waits again (preemption by
@@ -16,15 +17,17 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Set
 from dataclasses import dataclass
 
+from engine.admission import Admission, Lack
 from engine.errors import RequestTooLarge
 from engine.memory import EvictionCause, Needed, PoolMemory
 from engine.plan import ScheduledChunk, StepPlan
-from engine.prefix_cache import PrefixNode
-from engine.residency import ResidentAdapter
 from engine.sequence import Sequence
+
+MAX_LACKING_PAGES = 8
+"""So many requests that lack pages are tried a step: those behind would hardly fit, and trying costs time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class SchedulerConfig:
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, memory: PoolMemory) -> None:
+        assert config.max_num_batched_tokens >= config.max_num_seqs, "each running request decodes a token"
         self.config = config
         self.memory = memory
         self.waiting: list[Sequence] = []  # by arrival
@@ -75,16 +79,16 @@ class Scheduler:
                 param="max_tokens" if len(seq.prompt_token_ids) < capacity else "prompt",
             )
         self._sequences[seq.request_id] = seq
-        bisect.insort(self.waiting, seq, key=lambda s: s.arrival)
+        _insert(self.waiting, seq)
 
     def finish(self, request_id: str, now: float) -> None:
         """Done, cancelled or failed: everything it holds goes back."""
         seq = self._sequences.pop(request_id)
-        if seq in self.running:
-            self.running.remove(seq)
+        if seq.is_running:
+            _remove(self.running, seq)
             self._release(seq, now)
         else:
-            self.waiting.remove(seq)
+            _remove(self.waiting, seq)
         if seq.digest in self._retired:
             self.retire(seq.digest)
 
@@ -105,24 +109,19 @@ class Scheduler:
 
     def schedule(self, now: float, loadable: Container[str] | None = None) -> StepPlan:
         """`loadable`: adapters whose image is in host memory; None: all are. Others' requests wait for it."""
-        budget = self.config.max_num_batched_tokens
-        chunks: dict[str, ScheduledChunk] = {}
-        preempted = self._schedule_running(chunks, budget, now)
-        budget -= sum(len(c.token_ids) for c in chunks.values())
-        loads: list[ResidentAdapter] = []
-        admitted: list[str] = []
-        missing: set[str] = set()
-        if not preempted:
-            admitted = self._admit(chunks, loads, missing, budget, now, loadable)
+        queued = {s.digest for s in self.waiting if s.digest}
+        chunks, preempted = self._schedule_running(queued, now)
+        admission = Admission(self.memory, queued, loadable, now)
+        admitted = [] if preempted else self._admit(admission, chunks, now)
         evictions, freed = self.memory.drain_changes()
         return StepPlan(
             evictions=evictions,
             freed_pages=freed,
-            loads=tuple((a.digest, a.slot, a.page_ids) for a in loads),
-            chunks=tuple(chunks.values()),
+            loads=tuple((a.digest, a.slot, a.page_ids) for a in admission.loads),
+            chunks=tuple(chunks),
             admitted=tuple(admitted),
             preempted=tuple(preempted),
-            missing=tuple(sorted(missing)),
+            missing=tuple(sorted(admission.missing)),
         )
 
     def commit(self, plan: StepPlan) -> None:
@@ -140,7 +139,8 @@ class Scheduler:
         assert len(self.waiting) + len(self.running) == len(self._sequences)
         assert len(self.running) <= self.config.max_num_seqs
         for queue in (self.waiting, self.running):
-            assert queue == sorted(queue, key=lambda s: s.arrival)
+            arrivals = [s.arrival for s in queue]
+            assert arrivals == sorted(set(arrivals))
         for seq in self.waiting:
             assert not seq.page_ids
             assert not seq.nodes
@@ -156,12 +156,14 @@ class Scheduler:
             assert all(n.num_users == users[id(n)] for n in seq.nodes)
             assert len(seq.page_ids) * self.memory.page_tokens >= seq.num_computed
 
-    def _schedule_running(self, chunks: dict[str, ScheduledChunk], budget: int, now: float) -> list[str]:
+    def _schedule_running(self, queued: set[str], now: float) -> tuple[list[ScheduledChunk], list[str]]:
+        chunks: list[ScheduledChunk] = []
         preempted: list[str] = []
+        budget = self.config.max_num_batched_tokens
         decoding = sum(s.num_uncomputed == 1 for s in self.running)
         for seq in list(self.running):
-            if seq.request_id in preempted:
-                continue
+            if not seq.is_running:
+                continue  # preempted for an older one
             if seq.num_uncomputed == 1:
                 decoding -= 1
                 num_tokens = 1
@@ -170,68 +172,50 @@ class Scheduler:
                 num_tokens = min(seq.num_uncomputed, budget - decoding)
             if num_tokens <= 0:
                 continue
-            while not self._grow(seq, seq.num_computed + num_tokens):
+            while not self._grow(seq, seq.num_computed + num_tokens, queued):
                 victim = self.running[-1]
                 decoding -= victim is not seq and victim.num_uncomputed == 1
-                self._preempt(victim, now)
+                self._preempt(victim, queued, now)
                 preempted.append(victim.request_id)
                 if victim is seq:
                     break
             else:
-                chunks[seq.request_id] = self._chunk(seq, num_tokens)
+                chunks.append(self._chunk(seq, num_tokens))
                 budget -= num_tokens
-        return preempted
+        return chunks, preempted
 
-    def _admit(
-        self,
-        chunks: dict[str, ScheduledChunk],
-        loads: list[ResidentAdapter],
-        missing: set[str],
-        budget: int,
-        now: float,
-        loadable: Container[str] | None,
-    ) -> list[str]:
+    def _admit(self, admission: Admission, chunks: list[ScheduledChunk], now: float) -> list[str]:
         admitted: list[str] = []
-        blocked: list[Sequence] = []
-        draining: set[str] = set()
-        older: set[str] = set()
-        waiting = Counter(s.digest for s in self.waiting if s.digest)
+        blocked: list[tuple[Sequence, int]] = []  # and how many were admitted before it
+        draining: str | None = None
+        num_lacking_pages = 0
+        budget = self.config.max_num_batched_tokens - sum(len(c.token_ids) for c in chunks)
         for seq in list(self.waiting):
-            if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
+            if budget <= 0 or len(self.running) == self.config.max_num_seqs:
                 break
-            if seq.digest in draining:
+            if draining is not None and seq.digest == draining:
                 continue
-            if self._lacks_image(seq, loadable):
-                assert seq.digest is not None
-                missing.add(seq.digest)
-                continue
-            needed = Needed(older, waiting)
-            if self._start(seq, needed, loads, now):
-                num_tokens = min(seq.num_uncomputed, budget)
-                chunks[seq.request_id] = self._chunk(seq, num_tokens)
-                budget -= num_tokens
+            lack = admission.start(seq)
+            if lack is None:
+                _remove(self.waiting, seq)
+                _insert(self.running, seq)
+                chunks.append(self._chunk(seq, min(seq.num_uncomputed, budget)))
+                budget -= len(chunks[-1].token_ids)
                 admitted.append(seq.request_id)
-                for other in blocked:
-                    other.num_overtaken += 1
-                continue
-            blocked.append(seq)
-            if seq.digest:
-                older.add(seq.digest)
-            if seq.blocked_since is None:
-                seq.blocked_since = now
-            if self._is_starving(seq, now):
-                if not self._lacks_slot(seq):
-                    break
-                draining.add(self._adapter_to_drain())
+            elif lack is not Lack.IMAGE:
+                blocked.append((seq, len(admitted)))
+                if seq.blocked_since is None:
+                    seq.blocked_since = now
+                is_starving = self._is_starving(seq, now)
+                if lack is Lack.PAGES:
+                    num_lacking_pages += 1
+                    if is_starving or num_lacking_pages == MAX_LACKING_PAGES:
+                        break
+                elif is_starving and draining is None:
+                    draining = self._adapter_to_drain(admission.protected)
+        for seq, num_before in blocked:
+            seq.num_overtaken += len(admitted) - num_before
         return admitted
-
-    def _lacks_image(self, seq: Sequence, loadable: Container[str] | None) -> bool:
-        return (
-            seq.digest is not None
-            and loadable is not None
-            and seq.digest not in loadable
-            and self.memory.residency.get(seq.digest) is None
-        )
 
     def _is_starving(self, seq: Sequence, now: float) -> bool:
         assert seq.blocked_since is not None
@@ -240,81 +224,35 @@ class Scheduler:
             or now - seq.blocked_since >= self.config.max_overtaken_s
         )
 
-    def _lacks_slot(self, seq: Sequence) -> bool:
-        residency = self.memory.residency
-        return (
-            seq.digest is not None
-            and residency.get(seq.digest) is None
-            and not residency.has_free_slot
-            and any(not a.pinned for a in residency)
-        )
+    def _adapter_to_drain(self, protected: Set[str]) -> str | None:
+        """None: the slots that could be freed wait for older requests."""
+        candidates = [a for a in self.memory.residency if not a.pinned and a.digest not in protected]
+        adapter = min(candidates, key=lambda a: (a.num_leases, a.digest), default=None)
+        return adapter.digest if adapter else None
 
-    def _adapter_to_drain(self) -> str:
-        candidates = [a for a in self.memory.residency if not a.pinned]
-        return min(candidates, key=lambda a: (a.num_leases, a.digest)).digest
-
-    def _start(self, seq: Sequence, needed: Needed, loads: list[ResidentAdapter], now: float) -> bool:
-        """Move a waiting request to running with all that its prompt needs, or change nothing."""
-        memory = self.memory
-        usable = seq.token_ids[: len(seq.token_ids) - 1]  # one token at least is computed, to have logits
-        nodes = memory.prefix.match(seq.namespace, usable) if self.config.prefix_cache else []
-        # one token beyond the prompt, so that a full pool does not preempt the newcomer in its next step
-        num_tokens = min(len(seq.token_ids) + 1, seq.max_kv_tokens)
-        num_pages = memory.pages_for(num_tokens) - len(nodes)
-        num_unused_nodes = sum(n.num_users == 0 for n in nodes)
-        adapter = memory.residency.get(seq.digest) if seq.digest else None
-        is_cold = seq.digest is not None and adapter is None
-        num_adapter_pages = seq.num_adapter_pages if is_cold else 0
-        # what the request itself is going to use is not there to be evicted
-        keeping = Needed(needed.older | {seq.digest or ""}, needed.any)
-        if memory.num_available(keeping) - num_unused_nodes < num_pages + num_adapter_pages:
-            return False
-        memory.prefix.acquire(nodes)
-        if is_cold:
-            assert seq.digest is not None
-            adapter = memory.load_adapter(seq.digest, num_adapter_pages, needed, now)
-            if adapter is None:  # no slot
-                memory.prefix.cancel(nodes)
-                return False
-            loads.append(adapter)
-        if adapter is not None:
-            memory.residency.acquire(adapter.digest, now)
-        page_ids = memory.take(seq.owner, num_pages, needed)
-        assert page_ids is not None, "counted as available above"
-        self._run(seq, nodes, page_ids)
-        return True
-
-    def _run(self, seq: Sequence, nodes: list[PrefixNode], page_ids: tuple[int, ...]) -> None:
-        self.waiting.remove(seq)
-        bisect.insort(self.running, seq, key=lambda s: s.arrival)
-        seq.nodes = nodes
-        seq.page_ids = [n.page_id for n in nodes] + list(page_ids)
-        seq.num_computed = len(nodes) * self.memory.page_tokens
-        if seq.num_cached is None:
-            seq.num_cached = seq.num_computed
-        seq.blocked_since, seq.num_overtaken = None, 0
-
-    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+    def _grow(self, seq: Sequence, num_tokens: int, queued: Container[str]) -> bool:
         num_pages = self.memory.pages_for(num_tokens) - len(seq.page_ids)
         if num_pages <= 0:
             return True
-        page_ids = self.memory.take(seq.owner, num_pages)
-        if page_ids is None:
+        needed = Needed(any=queued)
+        if not self.memory.can_take(num_pages, needed):
             return False
-        seq.page_ids.extend(page_ids)
+        seq.page_ids.extend(self.memory.take(seq.owner, num_pages, needed))
         return True
 
-    def _preempt(self, seq: Sequence, now: float) -> None:
-        self.running.remove(seq)
+    def _preempt(self, seq: Sequence, queued: set[str], now: float) -> None:
+        _remove(self.running, seq)
         self._release(seq, now)
-        bisect.insort(self.waiting, seq, key=lambda s: s.arrival)
+        _insert(self.waiting, seq)
+        if seq.digest:
+            queued.add(seq.digest)
 
     def _release(self, seq: Sequence, now: float) -> None:
         self.memory.give_back(seq.owner, seq.own_page_ids)
         self.memory.prefix.release(seq.nodes, now)
         if seq.digest:
             self.memory.residency.release(seq.digest, now)
-        seq.page_ids, seq.nodes, seq.num_computed = [], [], 0
+        seq.stop()
 
     def _share_full_pages(self, seq: Sequence) -> None:
         page_tokens = self.memory.page_tokens
@@ -337,3 +275,17 @@ class Scheduler:
             adapter_slot=adapter.slot if adapter else -1,
             samples=end == len(seq.token_ids),
         )
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.arrival
+
+
+def _insert(queue: list[Sequence], seq: Sequence) -> None:
+    bisect.insort(queue, seq, key=_arrival)
+
+
+def _remove(queue: list[Sequence], seq: Sequence) -> None:
+    index = bisect.bisect_left(queue, seq.arrival, key=_arrival)
+    assert queue[index] is seq
+    del queue[index]

@@ -30,11 +30,17 @@ class Sequence:
     blocked_since: float | None = None
 
     def __post_init__(self) -> None:
+        assert self.prompt_token_ids
+        assert self.max_tokens > 0
         self.token_ids = list(self.prompt_token_ids)
 
     @property
     def owner(self) -> Owner:
         return Owner(PageKind.SEQUENCE, self.request_id)
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self.page_ids)
 
     @property
     def namespace(self) -> str:
@@ -56,6 +62,19 @@ class Sequence:
     @property
     def own_page_ids(self) -> tuple[int, ...]:
         return tuple(self.page_ids[len(self.nodes) :])
+
+    def start(self, nodes: list[PrefixNode], page_ids: tuple[int, ...], page_tokens: int) -> None:
+        """It runs now; the KV of its first pages is found in `nodes`."""
+        self.nodes = nodes
+        self.page_ids = [n.page_id for n in nodes] + list(page_ids)
+        self.num_computed = len(nodes) * page_tokens
+        if self.num_cached is None:
+            self.num_cached = self.num_computed
+        self.blocked_since, self.num_overtaken = None, 0
+
+    def stop(self) -> None:
+        """Its pages are not its own any more; its tokens are kept."""
+        self.page_ids, self.nodes, self.num_computed = [], [], 0
 
     def append(self, token_id: int) -> FinishReason | None:
         self.token_ids.append(token_id)

@@ -1,0 +1,71 @@
+"""Starting waiting requests: does one get all that it needs now, and if not, what does it lack? Pure.
+
+Knows nothing of order and fairness, which are the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from enum import Enum
+
+from engine.memory import Needed, PoolMemory
+from engine.residency import ResidentAdapter
+from engine.sequence import Sequence
+
+
+class Lack(Enum):
+    IMAGE = "image"  # its adapter is not in host memory
+    SLOT = "slot"
+    PAGES = "pages"
+
+
+class Admission:
+    """One pass over the waiting requests, oldest first. What can be had only shrinks during a pass."""
+
+    def __init__(
+        self, memory: PoolMemory, queued: Container[str], loadable: Container[str] | None, now: float
+    ) -> None:
+        """`queued`: digests that waiting requests need; `loadable`: those in host memory, None: all."""
+        self.loads: list[ResidentAdapter] = []
+        self.missing: set[str] = set()
+        self.protected: set[str] = set()  # idle adapters of requests that lack pages: theirs when pages come
+        self._memory = memory
+        self._queued = queued
+        self._loadable = loadable
+        self._now = now
+        self._slots_are_gone = False
+
+    def start(self, seq: Sequence) -> Lack | None:
+        """Give a request everything that its prompt needs, or change nothing and say what it lacks."""
+        memory = self._memory
+        adapter = memory.residency.get(seq.digest) if seq.digest else None
+        cold = seq.digest if adapter is None else None
+        if cold and (lack := self._lack_of_cold(cold)):
+            return lack
+        # one token at least is computed, to have logits
+        nodes = memory.prefix.match(seq.namespace, seq.token_ids, len(seq.token_ids) - 1)
+        # one token beyond the prompt, so that a full pool does not preempt the newcomer in its next step
+        num_tokens = min(len(seq.token_ids) + 1, seq.max_kv_tokens)
+        num_pages = memory.pages_for(num_tokens) - len(nodes)
+        num_adapter_pages = seq.num_adapter_pages if cold else 0
+        # what the request itself is going to use is not there to be evicted
+        needed = Needed(self.protected | {seq.namespace}, self._queued)
+        if not memory.can_take(num_pages + num_adapter_pages, needed, keeping=nodes):
+            self.protected.add(seq.namespace)
+            return Lack.PAGES
+        memory.prefix.acquire(nodes)
+        if cold:
+            adapter = memory.load_adapter(cold, num_adapter_pages, needed, self._now)
+            self.loads.append(adapter)
+        if adapter is not None:
+            memory.residency.acquire(adapter.digest, self._now)
+        seq.start(nodes, memory.take(seq.owner, num_pages, needed), memory.page_tokens)
+        return None
+
+    def _lack_of_cold(self, digest: str) -> Lack | None:
+        if self._loadable is not None and digest not in self._loadable:
+            self.missing.add(digest)
+            return Lack.IMAGE
+        if not self._slots_are_gone:
+            self._slots_are_gone = not self._memory.has_slot(Needed(self.protected, self._queued))
+        return Lack.SLOT if self._slots_are_gone else None

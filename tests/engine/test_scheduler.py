@@ -1,0 +1,520 @@
+"""What the scheduler promises, one test a promise; random load is in test_scheduler_soak.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from engine.errors import RequestTooLarge
+from engine.memory import EvictionCause, PoolMemory
+from engine.plan import StepPlan
+from engine.scheduler import MAX_LACKING_PAGES, Scheduler, SchedulerConfig
+from engine.sequence import Sequence
+from tests.engine.simulation import Simulation
+
+
+def sizes(plan: StepPlan) -> dict[str, int]:
+    return {c.request_id: len(c.token_ids) for c in plan.chunks}
+
+
+def test_the_pure_core_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, engine.scheduler; sys.exit(bool({'torch', 'ray', 'numpy'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- token budget
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_and_only_the_last_one_samples() -> None:
+    simulation = Simulation(num_pages=8, max_num_batched_tokens=8)
+    simulation.submit("a", 18, max_tokens=2)
+    chunks = [plan.chunks[0] for plan in simulation.steps(4)]
+    assert [(c.start, len(c.token_ids), c.samples) for c in chunks] == [
+        (0, 8, False),
+        (8, 8, False),
+        (16, 2, True),
+        (18, 1, True),
+    ]
+
+
+def test_prefill_gets_what_decodes_leave() -> None:
+    simulation = Simulation(num_pages=40, max_num_batched_tokens=8)
+    for name in "abc":
+        simulation.submit(name, 2, max_tokens=20)
+    simulation.step()
+    simulation.submit("long", 12)
+    assert sizes(simulation.step()) == {"a": 1, "b": 1, "c": 1, "long": 5}
+    assert sizes(simulation.step()) == {"a": 1, "b": 1, "c": 1, "long": 5}
+    assert sizes(simulation.step()) == {"a": 1, "b": 1, "c": 1, "long": 2}
+
+
+def test_an_older_prefill_does_not_take_the_place_of_younger_decodes() -> None:
+    simulation = Simulation(num_pages=40, max_num_batched_tokens=8)
+    simulation.submit("young", 2, max_tokens=20, arrival=1)
+    simulation.step()
+    simulation.submit("old", 30, arrival=0)
+    simulation.step()
+    for _ in range(3):
+        assert sizes(simulation.step()) == {"old": 7, "young": 1}
+
+
+def test_no_more_requests_run_than_allowed() -> None:
+    simulation = Simulation(num_pages=40, max_num_seqs=2)
+    for name in "abc":
+        simulation.submit(name, 2, max_tokens=3)
+    assert simulation.step().admitted == ("a", "b")
+    assert simulation.step().admitted == ()
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_a_request_whose_token_was_not_taken_yet_computes_nothing() -> None:
+    memory = PoolMemory(num_pages=8, page_tokens=4, num_slots=1)
+    scheduler = Scheduler(SchedulerConfig(2, 8, 100), memory)
+    scheduler.add(Sequence("a", 0, (1, 2, 3), max_tokens=4))
+    scheduler.commit(scheduler.schedule(0.0))
+    assert scheduler.schedule(1.0).chunks == ()
+
+
+def test_a_budget_below_one_token_a_request_is_a_fault_of_ours() -> None:
+    with pytest.raises(AssertionError):
+        Scheduler(
+            SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8, max_model_len=9), PoolMemory(1, 4, 1)
+        )
+
+
+# --- prefix cache
+
+
+def num_cached(simulation: Simulation, request_id: str) -> int | None:
+    simulation.step()
+    return simulation.scheduler[request_id].num_cached
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
+def test_full_pages_of_a_prompt_are_found_but_never_the_whole_prompt(num_tokens: int, expected: int) -> None:
+    simulation = Simulation(num_pages=20)
+    prompt = tuple(range(12))
+    simulation.submit("first", prompt)
+    simulation.run_to_end()
+    simulation.submit("again", prompt[:num_tokens], max_tokens=2)
+    assert num_cached(simulation, "again") == expected
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_generated_tokens_are_found_by_the_next_turn_of_a_chat() -> None:
+    simulation = Simulation(num_pages=20)
+    simulation.submit("turn 1", (1, 2, 3, 4, 5), max_tokens=8)
+    simulation.run_to_end()
+    simulation.submit("turn 2", (*simulation.clients["turn 1"].tokens, 7), max_tokens=2)
+    assert num_cached(simulation, "turn 2") == 12
+
+
+def test_requests_side_by_side_share_the_pages_of_one_prompt() -> None:
+    simulation = Simulation(num_pages=20)
+    for name in "ab":
+        simulation.submit(name, tuple(range(9)), max_tokens=4)
+    simulation.step()
+    a, b = simulation.scheduler.running
+    assert a.page_ids[:2] == b.page_ids[:2]
+    assert set(a.own_page_ids).isdisjoint(b.own_page_ids)
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_the_same_tokens_under_another_digest_never_match() -> None:
+    """FR-22: KV of the weights before a reload is not found; after a reload of the same bytes it is."""
+    simulation = Simulation(num_pages=40, num_slots=4)
+    prompt = tuple(range(9))
+    for i, (digest, expected) in enumerate(
+        [("a@v1", 0), ("a@v1", 8), ("a@v2", 0), (None, 0), ("a@v1", 8), ("a@v2", 8), (None, 8)]
+    ):
+        simulation.submit(f"{i}", prompt, max_tokens=2, digest=digest)
+        assert num_cached(simulation, f"{i}") == expected
+        simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_without_the_prefix_cache_nothing_is_shared_or_kept() -> None:
+    simulation = Simulation(num_pages=20, prefix_cache=False)
+    for name in "ab":
+        simulation.submit(name, tuple(range(9)), max_tokens=2)
+        assert num_cached(simulation, name) == 0
+        simulation.run_to_end()
+    assert simulation.memory.pool.num_free == 20
+
+
+# --- what can never fit
+
+
+def test_an_oversized_request_is_refused_with_both_numbers_and_the_next_one_is_served() -> None:
+    """FR-36: within the model's limit, but over the pool."""
+    scheduler = Scheduler(
+        SchedulerConfig(8, 2048, max_model_len=2048), PoolMemory(50, page_tokens=16, num_slots=1)
+    )
+    with pytest.raises(
+        RequestTooLarge, match=r"1002 prompt tokens and 10 output .* 1012, .* 800 tokens"
+    ) as e:
+        scheduler.add(Sequence("big", 0, tuple(range(1002)), max_tokens=10))
+    assert e.value.param == "prompt"
+    assert not scheduler.has_work
+    scheduler.add(Sequence("short", 1, tuple(range(10)), max_tokens=10))
+    assert scheduler.schedule(0.0).admitted == ("short",)
+
+
+def test_an_output_limit_that_cannot_fit_is_blamed_on_max_tokens() -> None:
+    simulation = Simulation(num_pages=40, max_model_len=20)
+    with pytest.raises(RequestTooLarge) as e:
+        simulation.submit("a", 10, max_tokens=11)
+    assert e.value.param == "max_tokens"
+    simulation.submit("a", 10, max_tokens=10)
+
+
+def test_idle_adapters_and_cached_prefixes_make_room_before_anyone_is_refused() -> None:
+    """FR-36: the whole pool is full of what nobody uses."""
+    simulation = Simulation(num_pages=12, num_slots=2)
+    simulation.submit("fills", 8, digest="a", adapter_pages=6)
+    simulation.run_to_end()
+    simulation.submit("fills too", 8)
+    simulation.run_to_end()
+    assert simulation.memory.pool.num_free == 2
+    simulation.submit("large", 47, max_tokens=1)
+    plan = simulation.step()
+    assert plan.admitted == ("large",)
+    assert [e.digest for e in plan.evictions] == ["a"]
+
+
+def test_capacity_is_net_of_pinned_adapters_and_of_the_requests_own() -> None:
+    """FR-36. An adapter that is pinned and its own counts once."""
+    simulation = Simulation(num_pages=12, num_slots=2)
+    simulation.submit("loads", 2, digest="pinned", adapter_pages=5)
+    simulation.run_to_end()
+    capacity = simulation.scheduler.capacity_tokens
+    assert capacity() == 12 * 4
+    assert capacity("pinned", 5) == 7 * 4
+    adapter = simulation.memory.residency.get("pinned")
+    assert adapter is not None
+    adapter.pinned = True
+    assert capacity() == 7 * 4
+    assert capacity("pinned", 5) == 7 * 4
+    assert capacity("other", 3) == 4 * 4
+    assert capacity("huge", 99) == 0
+
+
+def test_a_request_of_exactly_the_capacity_runs_to_its_end() -> None:
+    simulation = Simulation(num_pages=8, num_slots=1)
+    simulation.submit("idle", 4, digest="b", adapter_pages=2)
+    simulation.run_to_end()
+    capacity = simulation.scheduler.capacity_tokens("a", 3)
+    simulation.submit("full", 5, max_tokens=capacity - 5, digest="a", adapter_pages=3)
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+# --- preemption
+
+
+def test_the_youngest_gives_up_its_pages_and_continues_with_its_tokens_kept() -> None:
+    simulation = Simulation(num_pages=4, prefix_cache=False)
+    simulation.submit("old", 3, max_tokens=13)
+    simulation.submit("young", 3, max_tokens=13)
+    # the 9th token of each would need a third page
+    assert [p.preempted for p in simulation.steps(7)] == [()] * 6 + [("young",)]
+    young = simulation.scheduler["young"]
+    assert not young.is_running
+    assert young.num_outputs == 6
+    assert simulation.running() == {"old"}
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_the_step_of_a_preemption_admits_nobody() -> None:
+    simulation = Simulation(num_pages=4, prefix_cache=False)
+    simulation.submit("old", 3, max_tokens=13)
+    simulation.submit("young", 3, max_tokens=13)
+    while not (plan := simulation.step()).preempted:
+        simulation.submit(f"tiny {simulation.now}", 1)
+    assert plan.admitted == ()
+
+
+# --- waiting for adapters
+
+
+def test_a_fifth_adapter_waits_and_everyone_behind_it_runs() -> None:
+    """FR-31: 4 slots, the row's queue."""
+    simulation = Simulation(num_pages=100, num_slots=4, max_num_seqs=16)
+    queue = [None, None, "L1", "L3", "L2", "L4", "L5", "L5", None, "L1"]
+    for i, digest in enumerate(queue):
+        simulation.submit(f"{i}", 3, max_tokens=4, digest=digest)
+    plan = simulation.step()
+    assert plan.admitted == tuple(f"{i}" for i, digest in enumerate(queue) if digest != "L5")
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_an_adapter_that_is_not_in_host_memory_is_asked_for_and_blocks_nobody() -> None:
+    simulation = Simulation(num_pages=40, num_slots=2, max_overtakes=0)
+    simulation.submit("cold", 3, digest="cold")
+    simulation.submit("warm", 3, digest="warm", max_tokens=3)
+    simulation.submit("base", 3)
+    plan = simulation.step(loadable={"warm"})
+    assert plan.admitted == ("warm", "base")
+    assert plan.missing == ("cold",)
+    # what is resident needs no image
+    simulation.submit("warm 2", 3, digest="warm")
+    assert simulation.step(loadable=()).admitted == ("warm 2",)
+    assert simulation.step(loadable={"cold"}).admitted == ("cold",)
+
+
+def test_an_adapter_in_use_keeps_its_slot_and_pages_while_others_want_them() -> None:
+    """FR-24: 2 slots; the simulated pages fail the test if a running request's weights are overwritten."""
+    simulation = Simulation(num_pages=60, num_slots=2)
+    for digest in ("A1", "A2"):
+        simulation.submit(digest, 3, max_tokens=50, digest=digest)
+    simulation.step()
+    for digest in ("A3", "A4"):
+        simulation.submit(digest, 3, digest=digest)
+    simulation.steps(48)
+    assert simulation.resident() == {"A1", "A2"}
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_adapters_of_any_size_may_follow_each_other_in_one_slot() -> None:
+    """FR-25: X, Y, X, Y; a page that kept an older adapter's bytes fails the simulated page check."""
+    simulation = Simulation(num_pages=10, num_slots=1)
+    for i, digest in enumerate(("X", "Y", "X", "Y")):
+        simulation.submit(f"{i}", 5, digest=digest, adapter_pages={"X": 5, "Y": 2}[digest])
+        simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_a_slot_is_taken_from_the_adapter_that_nobody_waits_for() -> None:
+    """The least recently used one has a queued request, so that another one goes."""
+    simulation = Simulation(num_pages=40, num_slots=2, max_num_batched_tokens=8)
+    for digest in ("queued", "unused"):
+        simulation.submit(f"loads {digest}", 3, digest=digest)
+        simulation.run_to_end()
+    simulation.submit("new", 8, digest="new")
+    simulation.submit("waits", 3, digest="queued")
+    plan = simulation.step()
+    assert plan.admitted == ("new",)
+    assert [(e.digest, e.cause) for e in plan.evictions] == [("unused", EvictionCause.SLOT)]
+
+
+def test_a_growing_request_takes_pages_from_the_adapter_that_nobody_waits_for() -> None:
+    simulation = Simulation(num_pages=8, num_slots=3, max_num_seqs=1, prefix_cache=False)
+    for digest in ("queued", "unused"):
+        simulation.submit(f"loads {digest}", 3, digest=digest, adapter_pages=2)
+        simulation.run_to_end()
+    simulation.submit("grows", 14, max_tokens=9)
+    simulation.submit("waits", 3, digest="queued", adapter_pages=2)
+    plans = simulation.steps(7)
+    assert [e.digest for p in plans for e in p.evictions] == ["unused"]
+
+
+def test_what_an_older_request_waits_for_is_not_evicted_for_a_younger_one() -> None:
+    simulation = Simulation(num_pages=20, num_slots=1)
+    simulation.submit("loads", 3, digest="A")
+    simulation.run_to_end()
+    simulation.submit("runs", 50, max_tokens=6)
+    simulation.step()
+    simulation.submit("old", 28, digest="A")  # lacks pages
+    simulation.submit("young", 3, digest="B")  # would fit in A's place
+    assert simulation.step().admitted == ()
+    assert simulation.resident() == {"A"}
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+# --- overtaking
+
+
+def test_a_request_without_a_slot_is_overtaken_only_so_often() -> None:
+    """FR-32: 1 slot, a steady stream for A, one request for B."""
+    simulation = Simulation(num_pages=60, num_slots=1, max_num_seqs=4, max_overtakes=5)
+    simulation.submit("A0", 3, max_tokens=4, digest="A")
+    simulation.step()
+    simulation.submit("B", 3, digest="B")
+    num_overtakes = 0
+    for i in range(1, 100):
+        simulation.submit(f"A{i}", 3, max_tokens=4, digest="A")
+        plan = simulation.step()
+        if "B" in plan.admitted:
+            break
+        num_overtakes += len(plan.admitted)
+    assert num_overtakes == 5
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_a_request_without_a_slot_waits_only_so_long() -> None:
+    """FR-32: by time, when nobody is admitted past it."""
+    simulation = Simulation(num_pages=60, num_slots=1, max_overtakes=1000, max_overtaken_s=2.0)
+    simulation.submit("A", 3, max_tokens=8, digest="A")
+    simulation.step()
+    simulation.submit("B", 3, digest="B")
+    admitted = []
+    for i in range(4):
+        simulation.submit(f"A{i}", 3, max_tokens=8, digest="A")
+        admitted.append(simulation.step().admitted)
+    assert admitted == [("A0",), ("A1",), (), ()]
+
+
+def test_one_adapter_drains_at_a_time_the_one_with_the_fewest_running_requests() -> None:
+    simulation = Simulation(num_pages=100, num_slots=2, max_num_seqs=16, max_overtakes=0)
+    for name, digest in (("1", "busy"), ("2", "busy"), ("3", "calm")):
+        simulation.submit(name, 3, max_tokens=6, digest=digest)
+    simulation.step()
+    for name, digest in (("B", "B"), ("C", "C"), ("4", "calm"), ("5", "busy")):
+        simulation.submit(name, 3, max_tokens=6, digest=digest)
+    simulation.submit("6", 3, max_tokens=6)
+    assert simulation.step().admitted == ("5", "6")
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def preempt_the_owner_of_a_slot(num_slots: int, digest: str | None) -> Simulation:
+    """ "B" starves for a slot; an idle adapter is kept for "yields", which is older and lacks pages."""
+    simulation = Simulation(num_pages=12, num_slots=num_slots, max_overtaken_s=2.0, prefix_cache=False)
+    simulation.submit("grows", 3, max_tokens=40, digest=digest)
+    simulation.submit("yields", 20, max_tokens=20, digest="idle")
+    simulation.step()
+    simulation.submit("B", 3, digest="B")
+    while not simulation.step().preempted:
+        pass
+    assert simulation.running() == {"grows"}
+    return simulation
+
+
+def test_an_adapter_that_older_requests_wait_for_is_not_the_one_to_drain() -> None:
+    simulation = preempt_the_owner_of_a_slot(num_slots=2, digest="busy")
+    simulation.submit("young", 1, digest="busy")
+    assert simulation.step().admitted == ()
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_without_a_slot_that_could_be_freed_for_it_a_starving_request_holds_up_nobody() -> None:
+    simulation = preempt_the_owner_of_a_slot(num_slots=1, digest=None)
+    simulation.submit("young", 1)
+    assert simulation.step().admitted == ("young",)
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_a_request_that_lacks_pages_is_overtaken_only_so_often() -> None:
+    """FR-32: past the limit nobody is admitted until it is."""
+    simulation = Simulation(num_pages=20, max_num_seqs=4, max_overtakes=3, prefix_cache=False)
+    simulation.submit("runs", 30, max_tokens=30)
+    simulation.step()
+    simulation.submit("large", 60)
+    num_overtakes = 0
+    for i in range(60):
+        simulation.submit(f"small {i}", 1)
+        plan = simulation.step()
+        if "large" in plan.admitted:
+            break
+        num_overtakes += len(plan.admitted)
+    assert num_overtakes == 3
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_a_request_that_lacks_a_slot_and_then_pages_is_not_starved_by_those_that_need_no_slot() -> None:
+    """FR-32: the only slot falls idle, but a stream of base requests holds the pages it needs."""
+    simulation = Simulation(num_pages=14, num_slots=1, max_num_seqs=6, max_overtakes=8, prefix_cache=False)
+    simulation.submit("A", 3, max_tokens=18, digest="A")
+    simulation.step()
+    simulation.submit("B", 37, digest="B")
+    for i in range(30):  # there is always room for one of them, and never for B beside them
+        simulation.submit(f"base {i}", 3, max_tokens=8)
+        simulation.steps(3)
+    assert simulation.clients["B"].end == "length"
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+# --- unload and abort
+
+
+def test_an_unloaded_adapter_goes_when_its_last_request_has_ended() -> None:
+    """FR-28: running and waiting requests finish on it; then pages and slot are as before the load."""
+    simulation = Simulation(num_pages=30, num_slots=1, max_num_seqs=1)
+    simulation.submit("runs", 5, max_tokens=3, digest="b", adapter_pages=4)
+    simulation.submit("waits", 5, digest="b", adapter_pages=4)
+    simulation.step()
+    simulation.scheduler.retire("b")
+    simulation.step()
+    assert simulation.resident() == {"b"}
+    simulation.run_to_end()
+    simulation.check_ends()
+    assert simulation.memory.pool.num_free == 30
+    simulation.submit("next", 3)
+    (eviction,) = simulation.step().evictions
+    assert (eviction.digest, eviction.cause) == ("b", EvictionCause.UNLOADED)
+
+
+def test_unloading_lifts_the_pin() -> None:
+    simulation = Simulation(num_pages=30, num_slots=1)
+    simulation.submit("loads", 3, digest="b")
+    simulation.run_to_end()
+    adapter = simulation.memory.residency.get("b")
+    assert adapter is not None
+    adapter.pinned = True
+    simulation.scheduler.retire("b")
+    assert simulation.resident() == set()
+
+
+def test_retiring_what_is_not_resident_changes_nothing() -> None:
+    simulation = Simulation(num_pages=30)
+    simulation.scheduler.retire("never loaded")
+    assert simulation.step().evictions == ()
+
+
+def test_an_adapter_that_is_wanted_again_before_it_went_stays() -> None:
+    simulation = Simulation(num_pages=30)
+    simulation.submit("runs", 3, max_tokens=3, digest="b")
+    simulation.step()
+    simulation.scheduler.retire("b")
+    simulation.scheduler.keep("b")
+    simulation.run_to_end()
+    assert simulation.resident() == {"b"}
+
+
+def test_a_request_that_is_aborted_while_its_step_runs_returns_everything() -> None:
+    simulation = Simulation(num_pages=30)
+    simulation.submit("a", 9, max_tokens=5, digest="x")
+    simulation.step(during=lambda: simulation.abort("a"))
+    assert "a" not in simulation.scheduler
+    simulation.check_ends()
+    simulation.check_nothing_leaked()
+
+
+# --- a long queue
+
+
+class CountingMemory(PoolMemory):
+    num_asked = 0
+
+    def can_take(self, *args: object, **kwargs: object) -> bool:
+        self.num_asked += 1
+        return super().can_take(*args, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("digest", "most"), [(None, MAX_LACKING_PAGES), ("B", 0)])
+def test_a_long_queue_of_blocked_requests_costs_few_looks(digest: str | None, most: int) -> None:
+    """A step must stay short with 1000 waiting requests, whatever they lack."""
+    memory = CountingMemory(num_pages=20, page_tokens=4, num_slots=1)
+    simulation = Simulation(20, num_slots=1, memory=memory)
+    simulation.submit("runs", 40, max_tokens=30, digest="A")
+    simulation.step()
+    for i in range(1000):
+        simulation.submit(f"{i}", 40, digest=None if digest is None else f"{digest}{i}")
+    memory.num_asked = 0
+    plan = simulation.step()
+    assert sizes(plan) == {"runs": 1}
+    assert memory.num_asked <= most
