@@ -17,7 +17,7 @@ from engine.adapters.files import (
     make_listing,
 )
 from engine.adapters.names import check_adapter_name, is_adapter_name
-from engine.errors import AccessDenied, InvalidRequest, ModelNotFound
+from engine.errors import AccessDenied, InvalidRequest, ModelNotFound, Unavailable
 
 _STEP_BYTES = 4 << 20
 
@@ -77,24 +77,35 @@ class DirectoryFolder:
         except OSError as error:
             raise SourceChanged from error
         try:
-            done = 0
-            while done < len(view):
-                check()
-                count = os.preadv(fd, [view[done : done + _STEP_BYTES]], offset + done)
-                if count == 0:
-                    raise SourceChanged
-                done += count
-            # last, so that a write in mid-read is seen
-            if _as_file(file.name, os.fstat(fd)) != file:
-                raise SourceChanged
+            self._fill(fd, file, offset, view, check)
+        except OSError as error:
+            raise Unavailable(f"adapter {self._name!r}: {file.name} cannot be read") from error
         finally:
             os.close(fd)
+
+    def _fill(
+        self, fd: int, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]
+    ) -> None:
+        if _as_file(file.name, os.fstat(fd)) != file:
+            raise SourceChanged
+        done = 0
+        while done < len(view):
+            check()
+            count = os.preadv(fd, [view[done : done + _STEP_BYTES]], offset + done)
+            if count == 0:
+                raise SourceChanged
+            done += count
+        # once more: a write in mid-read must be seen
+        if _as_file(file.name, os.fstat(fd)) != file:
+            raise SourceChanged
 
     def _stat(self, name: str) -> AdapterFile | None:
         """None for what is no regular file or lies elsewhere."""
         try:
             return _as_file(name, os.stat(self._resolve(name)))
-        except FileNotFoundError:
+        except PermissionError:
+            raise
+        except OSError:
             return None
 
     def _resolve(self, name: str) -> Path:

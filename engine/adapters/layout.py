@@ -4,7 +4,10 @@ A tile is (layer, projection, A or B, rank block of at most RANK_BLOCK rows): ro
 elements, contiguous, never over the edge of a page. What an adapter takes:
 
     elements = sum over its modules of rank x (in + out)
-    pages    = elements / page_elems, and less than one page more where tiles are small against a page
+    pages    = elements / page_elems, plus the gaps
+
+The gaps come to two pages at most for any set of projections of an 8B model with pages of 16 tokens, and to
+none where it is all-linear of rank 16. Where a tile takes most of a page, pages may be half empty, not more.
 
 Layers are placed in order, and in a layer the large tiles first, each in the first page with room: small
 tiles fill the gaps that large ones leave.

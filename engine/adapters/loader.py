@@ -1,7 +1,7 @@
 """Loads adapters in threads of its own: several at once, each version once, none beyond its deadline.
 
-Knows adapters' references, not who waits for them: a waiter that goes away changes nothing here. A thread that
-is stuck in a read when its load's deadline passes is given up, and its place goes to the next load.
+Knows adapters' references, not who waits for them: a waiter that goes away changes nothing here. A thread
+that is stuck in a read when its load's deadline passes is given up, and its place goes to the next load.
 """
 
 from __future__ import annotations

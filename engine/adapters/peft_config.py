@@ -163,8 +163,8 @@ def _patterns(config: dict[str, Any], field: str) -> Patterns:
 
 def _warnings(config: dict[str, Any]) -> tuple[str, ...]:
     warnings = []
-    task_type = config.get("task_type", "CAUSAL_LM")
-    if task_type != "CAUSAL_LM":
+    task_type = config.get("task_type")
+    if task_type not in (None, "CAUSAL_LM"):
         warnings.append(f"task_type is {_short(task_type)}; served as CAUSAL_LM")
     if _is_on(config.get("fan_in_fan_out")):
         warnings.append("fan_in_fan_out is set; it has no effect on this model's layers")
