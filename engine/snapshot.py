@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.core import EngineCore
 from engine.page_pool import PageKind
-from engine.stats import BASE
+from engine.stats import BASE, AdapterStats
 
 
 def snapshot(core: EngineCore) -> dict[str, Any]:
@@ -47,7 +47,8 @@ def _adapters(core: EngineCore) -> dict[str, Any]:
     for request_id, record in core.requests.items():
         counts = running if request_id in is_running else waiting
         counts[record.name or BASE] += 1
-    adapters = {}
+    # an adapter read for the first time has no statistics yet
+    adapters: dict[str, dict[str, Any]] = {name: {"tier": "loading"} for name in core.manager.loading_names}
     for name, digest in core.manager.names.items():
         resident = core.memory.residency.get(digest)
         adapters[name] = {
@@ -62,7 +63,7 @@ def _adapters(core: EngineCore) -> dict[str, Any]:
             **facts,
             "running": running[name],
             "waiting": waiting[name],
-            **core.stats.adapter(name).to_dict(),
+            **core.stats.adapters.get(name, AdapterStats()).to_dict(),
         }
         for name, facts in adapters.items()
     }

@@ -54,8 +54,9 @@ class AdapterManager:
         self._digests: dict[Version, str] = {}  # of versions read before
         self._refs: dict[str, AdapterRef] = {}  # digest -> where to read it again
         self._names: dict[str, str] = {}  # name -> digest of its newest version
-        self._waiters: dict[Version, list[str]] = {}  # loads in flight or queued
-        self._queue: deque[AdapterRef] = deque()
+        self._in_flight: dict[Version, AdapterRef] = {}  # loads submitted or queued
+        self._waiters: dict[Version, list[str]] = {}  # of these
+        self._queue: deque[AdapterRef] = deque()  # not submitted yet
         self._num_loading = 0
         self.num_evicted = 0  # images dropped from host memory for want of room
 
@@ -70,12 +71,14 @@ class AdapterManager:
         """Of the content that this version had when it was read; None: it never was."""
         return self._digests.get(Version(ref.uri, ref.version))
 
-    def is_loading(self, ref: AdapterRef) -> bool:
-        return Version(ref.uri, ref.version) in self._waiters
-
     @property
     def names(self) -> dict[str, str]:
         return dict(self._names)
+
+    @property
+    def loading_names(self) -> set[str]:
+        """Of loads in flight or queued."""
+        return {ref.name for ref in self._in_flight.values()}
 
     def touch(self, digest: str) -> None:
         if digest in self.cache:
@@ -86,6 +89,7 @@ class AdapterManager:
         version = Version(ref.uri, ref.version)
         if version not in self._waiters:
             self._waiters[version] = []
+            self._in_flight[version] = ref
             self._queue.append(ref)
             self._start_loads()
         if waiter is not None:
@@ -106,6 +110,7 @@ class AdapterManager:
         ref = result.ref
         version = Version(ref.uri, ref.version)
         waiters = tuple(self._waiters.pop(version))
+        del self._in_flight[version]
         self._num_loading -= 1
         error = result.error
         image = result.image
