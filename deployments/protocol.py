@@ -7,14 +7,15 @@ are not supported are refused by name, see `unsupported.py`. Limits of value are
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 from engine.errors import InvalidRequest
 from engine.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 INT32_MAX = (1 << 31) - 1
+MAX_LOGIT_BIAS = 1024
 
 
 def _check_text(text: str) -> str:
@@ -25,11 +26,21 @@ def _check_text(text: str) -> str:
     return text
 
 
+def _check_few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"at most {MAX_LOGIT_BIAS} entries")
+    return value
+
+
+T = TypeVar("T")
+# one error per list: a body may hold a million wrong items
+ListOf = Annotated[list[T], Field(fail_fast=True)]
 Text = Annotated[str, AfterValidator(_check_text)]
 Int = Annotated[int, Strict()]  # JSON's true and "5" are no numbers
 Float = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Bool = Annotated[bool, Strict()]
-TokenIds = list[Int]
+TokenIds = ListOf[Int]
+Bias = Annotated[Float, Field(ge=-100, le=100)]
 
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs", "stop"}
 
@@ -54,14 +65,14 @@ class GenerationRequest(BaseModel):
     top_k: Annotated[Int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: Float | None = None
     seed: Int | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | ListOf[Text] | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: Bool | None = None
     ignore_eos: Bool | None = None
     frequency_penalty: Float | None = None
     presence_penalty: Float | None = None
     repetition_penalty: Float | None = None
-    logit_bias: dict[int, Annotated[Float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_check_few)] | None = None
 
     @property
     def num_choices(self) -> int:
@@ -83,7 +94,7 @@ class GenerationRequest(BaseModel):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: Text | ListOf[Text] | TokenIds | ListOf[TokenIds]
     echo: Bool | None = None
     logprobs: Int | None = None
 
@@ -107,7 +118,7 @@ class ContentPart(BaseModel):
 
 class ChatMessage(BaseModel):
     role: Annotated[Text, Field(min_length=1, max_length=64)]
-    content: Text | list[ContentPart] | None = None
+    content: Text | ListOf[ContentPart] | None = None
     name: Text | None = None
     tool_calls: list[Any] | None = None
     function_call: Any = None
@@ -128,7 +139,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    messages: list[ChatMessage]
+    messages: ListOf[ChatMessage]
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     logprobs: Bool | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -148,7 +159,7 @@ class ChatCompletionRequest(GenerationRequest):
 class TokenizeRequest(BaseModel):
     model: str | None = None  # None: the base model
     prompt: Text | None = None
-    messages: list[ChatMessage] | None = None
+    messages: ListOf[ChatMessage] | None = None
     add_special_tokens: Bool = True  # to a prompt; a chat template brings its own
     add_generation_prompt: Bool = True
 

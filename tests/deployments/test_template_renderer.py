@@ -20,7 +20,7 @@ def render(source: str) -> str:
         ("{{ messages[0].content }}", "<hi> & 'ü'"),
         ("{{ messages[0].content | tojson }}", "\"<hi> & 'ü'\""),
         ("{{ {'b': 1, 'a': [2]} | tojson(indent=1, sort_keys=true) }}", '{\n "a": [\n  2\n ],\n "b": 1\n}'),
-        ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ loop.index }}{% endfor %}", "2"),
+        ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}x{% endfor %}", "x"),
         ("{% for m in messages %}{{ m.role }}{% break %}{% endfor %}", "user"),
         ("  {% if add_generation_prompt %}\n  a\n  {% endif %}\nb", "  a\nb"),
         ("{% if tools is none and documents is none %}none{% endif %}", "none"),
