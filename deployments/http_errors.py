@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -67,7 +67,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
     return error_response(_invalid_request(error.errors()))
 
 
-def _invalid_request(errors: list[dict[str, Any]] | Any) -> InvalidRequest:
+def _invalid_request(errors: Sequence[Any]) -> InvalidRequest:
     """The first field that is wrong. Never repeats what the client sent."""
     first = errors[0]
     if first["type"] == "json_invalid":
