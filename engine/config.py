@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 GIB = 1 << 30
+
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     model: str  # directory or hub id
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = (
-        "auto"  # auto: float32 on cpu, bfloat16 on cuda
-    )
+    device: Device = "cpu"
+    dtype: Dtype = "auto"  # auto: float32 on cpu, bfloat16 on cuda
     max_model_len: int | None = None  # tokens, prompt + output; None: what the model and the pool allow
     page_tokens: int = 16  # doubled until the largest adapter tile fits a page
     num_pages: int | None = None  # exact pool size; wins over pool_bytes
@@ -34,6 +35,10 @@ class EngineConfig:
     debug: bool = False  # check invariants every step and fill freed pages with NaN
 
     def __post_init__(self) -> None:
+        """Raises ValueError, which names the field."""
+        for name, choices in (("device", get_args(Device)), ("dtype", get_args(Dtype))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         for name in (
             "page_tokens", "pool_bytes", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests",
             "max_adapters", "max_rank", "host_cache_bytes", "max_parallel_loads", "load_timeout_s",
@@ -49,3 +54,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("max_overtakes", "max_overtaken_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

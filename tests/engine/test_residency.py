@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.residency import AdapterResidency
+
+
+def test_an_adapter_gets_a_slot_of_its_own_and_returns_it() -> None:
+    residency = AdapterResidency(num_slots=2)
+    first = residency.insert("a", (0, 1), now=0.0)
+    second = residency.insert("b", (2,), now=0.0)
+    assert {first.slot, second.slot} == {0, 1}
+    assert not residency.has_free_slot
+    assert residency.evict("a").page_ids == (0, 1)
+    assert residency.get("a") is None
+    assert residency.insert("c", (3,), now=1.0).slot == first.slot
+    residency.check_invariants()
+    assert [a.digest for a in residency] == ["b", "c"]
+    assert len(residency) == 2
+
+
+def test_what_is_leased_or_pinned_is_not_evicted() -> None:
+    """FR-24"""
+    residency = AdapterResidency(num_slots=2)
+    adapter = residency.insert("a", (0,), now=0.0)
+    residency.acquire("a", now=1.0)
+    residency.acquire("a", now=2.0)
+    residency.release("a", now=3.0)
+    assert residency.idle() == []
+    with pytest.raises(AssertionError):
+        residency.evict("a")
+    residency.release("a", now=4.0)
+    assert residency.idle() == [adapter]
+    assert adapter.last_used == 4.0
+    adapter.pinned = True
+    assert residency.idle() == []
+    with pytest.raises(AssertionError):
+        residency.evict("a")
+    residency.check_invariants()
+
+
+def test_a_lease_is_returned_once() -> None:
+    residency = AdapterResidency(num_slots=1)
+    residency.insert("a", (0,), now=0.0)
+    residency.acquire("a", now=0.0)
+    residency.release("a", now=0.0)
+    with pytest.raises(AssertionError):
+        residency.release("a", now=0.0)
+
+
+def test_the_same_content_is_resident_once() -> None:
+    residency = AdapterResidency(num_slots=2)
+    residency.insert("a", (0,), now=0.0)
+    with pytest.raises(AssertionError):
+        residency.insert("a", (1,), now=0.0)
+
+
+def test_pinned_pages_are_counted() -> None:
+    residency = AdapterResidency(num_slots=3)
+    for digest, page_ids in (("a", (0, 1)), ("b", (2,)), ("c", (3, 4, 5))):
+        residency.insert(digest, page_ids, now=0.0).pinned = digest != "b"
+    assert residency.num_pinned_pages == 5
