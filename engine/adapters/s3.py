@@ -11,7 +11,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import boto3
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 10.0  # between two bytes
 MAX_RESUMES = 3  # of one range
+RESUME_DELAY_S = 0.1  # doubled each time
 RETRY_AFTER_S = 5.0
 _STEP_BYTES = 1 << 20
 _SCHEME = "s3://"
@@ -92,13 +93,10 @@ class S3Folder:
         done = 0
         for attempt in range(MAX_RESUMES + 1):
             if attempt:
-                # full jitter: cut bodies tend to come in crowds
-                time.sleep(random.uniform(0.0, 0.1 * 2**attempt))
+                # full jitter: bodies break off in crowds
+                time.sleep(random.uniform(0.0, RESUME_DELAY_S * 2**attempt))
             check()
-            try:
-                done += self._read_some(file, offset + done, view[done:], check)
-            except _BodyCut as cut:
-                done += cut.num_bytes
+            done += self._read_body(file, offset + done, view[done:], check)
             if done == len(view):
                 return
         raise Unavailable(
@@ -106,23 +104,21 @@ class S3Folder:
             retry_after_s=RETRY_AFTER_S,
         )
 
-    def _read_some(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> int:
-        """Bytes read, all of them or up to where the body ended. Raises _BodyCut if it broke off."""
+    def _read_body(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> int:
+        """How many bytes there were before the body ended or broke off."""
         if not view:
             return 0
-        key = f"{self._prefix}/{file.name}" if self._prefix else file.name
         with _mapped(f"adapter {self._name!r}"):
             response = _client().get_object(
                 Bucket=self._bucket,
-                Key=key,
+                Key=f"{self._prefix}/{file.name}" if self._prefix else file.name,
                 IfMatch=file.etag,
                 Range=f"bytes={offset}-{offset + len(view) - 1}",
             )
         if response["ContentLength"] != len(view):
             raise SourceChanged
-        body = response["Body"]
         done = 0
-        try:
+        with closing(response["Body"]) as body, suppress(BotoCoreError, HTTPError, OSError):
             while done < len(view):
                 check()
                 # the stubs take a file where botocore takes a buffer
@@ -130,17 +126,7 @@ class S3Folder:
                 if count == 0:
                     break
                 done += count
-        except (BotoCoreError, HTTPError, OSError) as error:
-            raise _BodyCut(done) from error
-        finally:
-            body.close()
         return done
-
-
-class _BodyCut(Exception):
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes)
-        self.num_bytes = num_bytes
 
 
 def _parse(uri: str) -> tuple[str, str]:

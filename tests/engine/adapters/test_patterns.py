@@ -17,8 +17,9 @@ MODULES = [
 ]
 KEYS = [
     "q_proj", "self_attn.q_proj", r"self_attn\.(q|v)_proj", r"layers\.\d+\.mlp.*",
-    "layers.1.self_attn.q_proj", "^model.layers.0.self_attn.k_proj", r"model\.layers\.1[01]?\..*proj$", ".*down_proj", "proj", "_proj",
-    r"(?:up|gate)_proj", "layers.[0-9]+.mlp.up_proj", "nothing", r"1.self_attn.q_proj",
+    "layers.1.self_attn.q_proj", "^model.layers.0.self_attn.k_proj", r"model\.layers\.1[01]?\..*proj$",
+    ".*down_proj", "proj", "_proj", r"(?:up|gate)_proj", "layers.[0-9]+.mlp.up_proj", "nothing",
+    r"1.self_attn.q_proj",
 ]  # fmt: skip
 
 

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.adapters.host_cache import HostCache
+
+
+class NaiveCache:
+    """The same policy from a log of uses: recomputed from scratch at every step."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.sizes: dict[str, int] = {}
+        self.log: list[str] = []
+
+    def put(self, digest: str, nbytes: int, protected: set[str]) -> tuple[str, ...] | None:
+        def last_use(name: str) -> int:
+            return len(self.log) - 1 - self.log[::-1].index(name)
+
+        kept = dict(self.sizes)
+        evicted = []
+        for name in sorted(self.sizes, key=last_use):
+            if sum(kept.values()) + nbytes <= self.capacity:
+                break
+            if name not in protected:
+                del kept[name]
+                evicted.append(name)
+        if sum(kept.values()) + nbytes > self.capacity:
+            return None
+        self.sizes = {**kept, digest: nbytes}
+        self.log.append(digest)
+        return tuple(evicted)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_equals_a_naive_simulation(seed: int) -> None:
+    rng = random.Random(seed)
+    cache, naive = HostCache(100), NaiveCache(100)
+    for step in range(300):
+        held = sorted(naive.sizes)
+        action = rng.random()
+        if action < 0.5:
+            digest, nbytes = f"d{step}", rng.randint(1, 60)
+            protected = {name for name in held if rng.random() < 0.3}
+            assert cache.put(digest, nbytes, protected) == naive.put(digest, nbytes, protected)
+        elif held and action < 0.8:
+            digest = rng.choice(held)
+            cache.touch(digest)
+            naive.log.append(digest)
+        elif held:
+            digest = rng.choice(held)
+            cache.remove(digest)
+            del naive.sizes[digest]
+        cache.check_invariants()
+        assert set(cache.digests) == set(naive.sizes)
+        assert cache.used_bytes == sum(naive.sizes.values())
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = HostCache(30)
+    for digest in "abc":
+        assert cache.put(digest, 10, set()) == ()
+    cache.touch("a")
+    assert cache.put("d", 10, set()) == ("b",)
+    assert list(cache.digests) == ["c", "a", "d"]
+    assert "b" not in cache
+
+
+def test_what_is_protected_stays_and_a_put_without_room_changes_nothing() -> None:
+    """FR-24."""
+    cache = HostCache(30)
+    for digest in "abc":
+        cache.put(digest, 10, set())
+    assert cache.put("d", 20, {"a", "b"}) is None
+    assert list(cache.digests) == ["a", "b", "c"]
+    assert cache.put("d", 20, {"b"}) == ("a", "c")
+    cache.check_invariants()
+
+
+def test_no_more_is_evicted_than_is_needed() -> None:
+    cache = HostCache(30)
+    for digest in "abc":
+        cache.put(digest, 10, set())
+    assert cache.put("d", 5, set()) == ("a",)
+    assert cache.put("e", 5, set()) == ()
+    assert cache.used_bytes == 30
+
+
+def test_an_image_that_can_never_fit_is_refused_with_both_numbers() -> None:
+    """FR-37."""
+    cache = HostCache(30)
+    error = cache.too_large(31)
+    assert error.status == 400
+    assert "31" in error.message
+    assert "30" in error.message
+    assert cache.put("a", 31, set()) is None
+    assert cache.put("a", 30, set()) == ()
+
+
+def test_removed_bytes_are_free_again() -> None:
+    """FR-28."""
+    cache = HostCache(30)
+    cache.put("a", 30, set())
+    cache.remove("a")
+    assert cache.used_bytes == 0
+    assert cache.put("b", 30, set()) == ()

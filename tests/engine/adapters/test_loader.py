@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+import logging
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.adapters import loader as loader_module
+from engine.adapters.image import AdapterImage
+from engine.adapters.loader import FAILURE_TTL_S, AdapterLoader, LoadResult
+from engine.adapters.loading import load_image
+from engine.config import EngineConfig
+from engine.errors import AdapterRefused, LorafleetError, ModelNotFound, Unavailable
+from engine.request import AdapterRef
+from tests.engine.adapters.adapter_dirs import BASE_T, PAGE_ELEMS, write_adapter
+
+WAIT_S = 20.0  # for what must come; a test that passes does not wait so long
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Reads:
+    """Stands in for reading: blocks adapters by name, counts reads of each."""
+
+    def __init__(self, image: AdapterImage) -> None:
+        self.image = image
+        self.gates: dict[str, threading.Event] = {}
+        self.errors: dict[str, Exception] = {}
+        self.counts: dict[str, int] = {}
+        self.started: queue.Queue[str] = queue.Queue()
+        self.given_up: queue.Queue[str] = queue.Queue()
+
+    def block(self, name: str) -> None:
+        self.gates[name] = threading.Event()
+
+    def load_image(self, uri: str, *args: Any, check: Callable[[], None], **kwargs: Any) -> AdapterImage:
+        self.counts[uri] = self.counts.get(uri, 0) + 1
+        self.started.put(uri)
+        if uri in self.gates:
+            assert self.gates[uri].wait(WAIT_S)
+        try:
+            check()
+        except Unavailable:
+            self.given_up.put(uri)
+            raise
+        if uri in self.errors:
+            raise self.errors[uri]
+        return self.image
+
+
+class Fleet:
+    def __init__(self, reads: Reads, **config: Any) -> None:
+        self.reads = reads
+        self.clock = Clock()
+        self.results: queue.Queue[LoadResult] = queue.Queue()
+        self.loader = AdapterLoader(
+            BASE_T,
+            PAGE_ELEMS,
+            torch.float32,
+            EngineConfig(model="unused", **config),
+            self.results.put,
+            self.clock,
+        )
+
+    def submit(self, name: str, version: str = "1", uri: str | None = None) -> None:
+        self.loader.submit(AdapterRef(name, uri or name, version))
+
+    def result(self) -> LoadResult:
+        return self.results.get(timeout=WAIT_S)
+
+    def assert_silent(self) -> None:
+        with pytest.raises(queue.Empty):
+            self.results.get(timeout=0.05)
+
+
+@pytest.fixture
+def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
+    image = load_image(str(write_adapter(tmp_path / "any")), BASE_T, PAGE_ELEMS, torch.float32, 256)
+    reads = Reads(image)
+    monkeypatch.setattr(loader_module, "load_image", reads.load_image)
+    return reads
+
+
+@pytest.fixture
+def make_fleet(reads: Reads) -> Iterator[Callable[..., Fleet]]:
+    fleets: list[Fleet] = []
+
+    def make(**config: Any) -> Fleet:
+        fleets.append(Fleet(reads, **config))
+        return fleets[-1]
+
+    before = set(threading.enumerate())
+    yield make
+    for gate in reads.gates.values():
+        gate.set()
+    for fleet in fleets:
+        fleet.loader.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_a_result_comes_with_its_reference_and_image(make_fleet: Callable[..., Fleet], reads: Reads) -> None:
+    fleet = make_fleet()
+    fleet.submit("x")
+    result = fleet.result()
+    assert result.ref == AdapterRef("x", "x", "1")
+    assert result.image is not None
+    assert result.image.digest == reads.image.digest
+    assert result.image.report["adapter"] == "x"
+    assert result.error is None
+
+
+def test_the_time_a_load_took_is_told(make_fleet: Callable[..., Fleet], reads: Reads) -> None:
+    fleet = make_fleet()
+    reads.block("x")
+    fleet.submit("x")
+    reads.started.get(timeout=WAIT_S)
+    fleet.clock.now += 3.0
+    reads.gates["x"].set()
+    assert fleet.result().seconds == 3.0
+
+
+def test_one_version_is_read_once_however_often_it_is_asked_for(
+    make_fleet: Callable[..., Fleet], reads: Reads
+) -> None:
+    """FR-34: 50 requests, one download, and every name that asked gets a result of its own."""
+    fleet = make_fleet()
+    reads.block("uri")
+    for index in range(50):
+        fleet.submit(f"name{index % 2}", uri="uri")
+    fleet.submit("name0", version="2", uri="uri")
+    reads.gates["uri"].set()
+    results = [fleet.result() for _ in range(3)]
+    fleet.assert_silent()
+    assert {(r.ref.name, r.ref.version) for r in results} == {("name0", "1"), ("name1", "1"), ("name0", "2")}
+    assert reads.counts == {"uri": 2}
+    assert all(r.image is not None and r.image.report["adapter"] == r.ref.name for r in results)
+
+
+def test_it_can_be_read_again_after_it_was_read(make_fleet: Callable[..., Fleet], reads: Reads) -> None:
+    fleet = make_fleet()
+    for _ in range(2):
+        fleet.submit("x")
+        assert fleet.result().error is None
+    assert reads.counts == {"x": 2}
+
+
+def test_a_slow_load_delays_no_other(make_fleet: Callable[..., Fleet], reads: Reads) -> None:
+    """FR-34."""
+    fleet = make_fleet(max_parallel_loads=2)
+    reads.block("slow")
+    fleet.submit("slow")
+    for index in range(5):
+        fleet.submit(f"fast{index}")
+    assert {fleet.result().ref.name for _ in range(5)} == {f"fast{index}" for index in range(5)}
+    reads.gates["slow"].set()
+    assert fleet.result().ref.name == "slow"
+
+
+def test_no_more_loads_run_at_once_than_configured(make_fleet: Callable[..., Fleet], reads: Reads) -> None:
+    fleet = make_fleet(max_parallel_loads=3)
+    for name in "abcde":
+        reads.block(name)
+        fleet.submit(name)
+    assert {reads.started.get(timeout=WAIT_S) for _ in range(3)} == {"a", "b", "c"}
+    assert reads.started.empty()
+    reads.gates["b"].set()
+    assert reads.started.get(timeout=WAIT_S) == "d"
+    for gate in reads.gates.values():
+        gate.set()
+    assert {fleet.result().ref.name for _ in range(5)} == set("abcde")
+
+
+@pytest.mark.parametrize(
+    "error", [ModelNotFound("gone"), AdapterRefused("bad", param="r"), Unavailable("busy")]
+)
+def test_a_failure_is_told_and_remembered_briefly(
+    error: LorafleetError, make_fleet: Callable[..., Fleet], reads: Reads
+) -> None:
+    """FR-26, FR-64."""
+    fleet = make_fleet()
+    reads.errors["x"] = error
+    fleet.submit("x")
+    result = fleet.result()
+    assert (result.image, result.error) == (None, error)
+    fleet.clock.now += FAILURE_TTL_S - 0.1
+    fleet.submit("x")
+    assert fleet.result().error is error
+    assert reads.counts == {"x": 1}
+    del reads.errors["x"]
+    fleet.submit("x", version="2")
+    assert fleet.result().image is not None
+    fleet.clock.now += 0.2
+    fleet.submit("x")
+    assert fleet.result().image is not None
+    assert reads.counts == {"x": 3}
+
+
+def test_a_fault_of_ours_is_an_error_for_those_who_wait_and_is_logged(
+    make_fleet: Callable[..., Fleet], reads: Reads, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = make_fleet()
+    reads.errors["x"] = MemoryError("no memory at /secret/path")
+    with caplog.at_level(logging.ERROR):
+        fleet.submit("x")
+        error = fleet.result().error
+    assert error is not None
+    assert error.status == 500
+    assert "secret" not in error.message
+    assert "'x'" in caplog.text
+    fleet.submit("y")
+    assert fleet.result().image is not None
+
+
+def test_a_load_beyond_its_deadline_fails_and_its_place_is_free(
+    make_fleet: Callable[..., Fleet], reads: Reads
+) -> None:
+    """FR-34, FR-64: also while its thread is stuck in a read."""
+    fleet = make_fleet(max_parallel_loads=1, load_timeout_s=0.1)
+    reads.block("stuck")
+    fleet.submit("stuck")
+    fleet.submit("next")
+    result = fleet.result()
+    assert result.ref.name == "stuck"
+    assert isinstance(result.error, Unavailable)
+    assert result.error.retry_after_s is not None
+    assert fleet.result().ref.name == "next"
+    reads.gates["stuck"].set()
+    assert reads.given_up.get(timeout=WAIT_S) == "stuck"
+    fleet.assert_silent()
+
+
+def test_a_version_can_be_read_again_while_its_stuck_load_is_given_up(
+    make_fleet: Callable[..., Fleet], reads: Reads
+) -> None:
+    fleet = make_fleet(load_timeout_s=0.1)
+    reads.block("x")
+    fleet.submit("x")
+    assert isinstance(fleet.result().error, Unavailable)
+    stuck = reads.gates.pop("x")
+    fleet.clock.now += FAILURE_TTL_S + 1
+    fleet.submit("x")
+    assert fleet.result().image is not None
+    stuck.set()
+    assert reads.given_up.get(timeout=WAIT_S) == "x"
+    fleet.assert_silent()
+
+
+def test_a_receiver_that_raises_does_not_stop_the_loader(
+    reads: Reads, caplog: pytest.LogCaptureFixture
+) -> None:
+    names: queue.Queue[str] = queue.Queue()
+
+    def on_done(result: LoadResult) -> None:
+        names.put(result.ref.name)
+        raise RuntimeError("receiver")
+
+    config = EngineConfig(model="unused", max_parallel_loads=1)
+    loader = AdapterLoader(BASE_T, PAGE_ELEMS, torch.float32, config, on_done)
+    for name in ("a", "b"):
+        loader.submit(AdapterRef(name, name, "1"))
+        assert names.get(timeout=WAIT_S) == name
+    loader.close()
+    assert "receiver" in caplog.text
+
+
+def test_after_close_no_result_comes_and_reads_end(make_fleet: Callable[..., Fleet], reads: Reads) -> None:
+    fleet = make_fleet(max_parallel_loads=1)
+    reads.block("a")
+    fleet.submit("a")
+    fleet.submit("queued")
+    reads.started.get(timeout=WAIT_S)
+    closing = threading.Thread(target=fleet.loader.close)
+    closing.start()
+    reads.gates["a"].set()
+    closing.join(WAIT_S)
+    fleet.submit("late")
+    fleet.assert_silent()
+    assert reads.counts == {"a": 1}
+    assert reads.given_up.get(timeout=WAIT_S) == "a"
+
+
+def test_real_adapters_are_loaded_and_refused(tmp_path: Path) -> None:
+    """FR-26: the files may have vanished since the name was registered."""
+    results: queue.Queue[LoadResult] = queue.Queue()
+    loader = AdapterLoader(
+        BASE_T, PAGE_ELEMS, torch.bfloat16, EngineConfig(model="unused", max_rank=4), results.put
+    )
+    good = write_adapter(tmp_path / "good", config={"peft_type": "LORA", "r": 8})
+    loader.submit(AdapterRef("good", str(good), "1"))
+    assert isinstance(results.get(timeout=WAIT_S).error, AdapterRefused)  # rank 8, the limit is 4
+    shutil.rmtree(good)
+    loader.submit(AdapterRef("good", str(good), "2"))
+    error = results.get(timeout=WAIT_S).error
+    assert isinstance(error, ModelNotFound)
+    assert str(tmp_path) not in error.message
+    loader.close()
