@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployments.label_cap import LabelCap
+from engine.stats import BASE
 
 # an adapter that nobody has asked for lately can give its slot to another one
 UNUSED_AFTER_S = 10.0
@@ -73,8 +74,8 @@ class ReplicaBooks:
         if book is not None and book.in_flight == 0:
             del self._adapters[adapter]
 
-    def in_flight(self) -> int:
-        return sum(book.in_flight for book in self._adapters.values())
+    def in_use(self) -> set[str]:
+        return {name for name, book in self._adapters.items() if book.in_flight} - {BASE}
 
     def is_unused(self, adapter: str, now: float) -> bool:
         book = self._adapters.get(adapter)
@@ -100,18 +101,18 @@ class ReplicaBooks:
 
 def routing_stats(stats: dict[str, Any], books: ReplicaBooks, now: float) -> dict[str, Any]:
     """What the router needs: small, sorted and coarse, because any change goes to every router."""
-    tiers: dict[str, list[str]] = {"hbm": [], "loading": [], "host": []}
-    for name, entry in sorted(stats.get("adapters", {}).items()):
-        if entry.get("tier") in tiers:
-            tiers[entry["tier"]].append(name)
+    tiers = {name: entry.get("tier") for name, entry in stats.get("adapters", {}).items()}
+    resident = sorted(name for name, tier in tiers.items() if tier == "hbm")
+    # whatever is asked for and not there is on its way
+    loading = sorted((books.in_use() | {n for n, tier in tiers.items() if tier == "loading"}) - {*resident})
     grain = max(1, stats.get("max_num_seqs", 1) // 8)
     return {
-        "resident": tiers["hbm"],
-        "loading": tiers["loading"],
-        "host": tiers["host"],
+        "resident": resident,
+        "loading": loading,
+        "host": sorted(name for name, tier in tiers.items() if tier == "host" and name not in loading),
         "running": _round_up(stats.get("running", 0), grain),
         "waiting": _round_up(stats.get("waiting", 0), grain),
-        "free_slots": _free_slots(stats, tiers["hbm"], books, now),
+        "free_slots": _free_slots(stats, resident, books, now) - len(loading),
     }
 
 

@@ -26,6 +26,9 @@ from typing import Literal
 
 Reason = Literal["resident", "loading", "host", "home", "spill", "balance"]
 
+DEFAULT_SLACK = 4  # requests
+DEFAULT_MEMORY_S = 3.0
+
 _TIERS: tuple[Reason, ...] = ("resident", "loading", "host")
 _COLD = len(_TIERS)
 
@@ -60,7 +63,7 @@ class Choice:
 class ResidencyPolicy:
     """Remembers its own placements; otherwise stateless. Not shared between routers."""
 
-    def __init__(self, rng: Random, slack: int = 4, memory_s: float = 3.0) -> None:
+    def __init__(self, rng: Random, slack: int = DEFAULT_SLACK, memory_s: float = DEFAULT_MEMORY_S) -> None:
         self._rng = rng
         self._slack = slack
         self._memory_s = memory_s

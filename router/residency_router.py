@@ -26,13 +26,13 @@ from ray.serve.request_router import (
 )
 
 from engine.stats import BASE
-from router.policy import ReplicaSnapshot, ResidencyPolicy
+from router.policy import DEFAULT_MEMORY_S, DEFAULT_SLACK, ReplicaSnapshot, ResidencyPolicy
 
 BASE_ID = BASE  # a call without an id would get another request's replica
 
 
 class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    def initialize_state(self, slack: int = 4, memory_s: float = 3.0) -> None:
+    def initialize_state(self, slack: int = DEFAULT_SLACK, memory_s: float = DEFAULT_MEMORY_S) -> None:
         self._policy = ResidencyPolicy(Random(), slack=slack, memory_s=memory_s)
 
     async def choose_replicas(

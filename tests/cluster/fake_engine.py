@@ -1,7 +1,7 @@
 """An EngineClient without an engine: same calls, chosen delays, adapter slots that can be watched.
 
-Its model is a JSON object: {"token_s": seconds a token, "load_s": seconds a load}. The text of the first
-token is the process id. A prompt may end with one of the magic tokens below.
+Its model is a JSON object: {"token_s": seconds a token, "load_s": seconds a load}, else both are 0.
+The text of the first token is the process id. A prompt may end with one of the magic tokens below.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_END = 900_005  # the stream ends without a finish_reason
 
 class FakeEngineClient:
     def __init__(self, config: EngineConfig) -> None:
-        delays = json.loads(config.model)
+        delays = json.loads(config.model) if config.model.startswith("{") else {}
         self._token_s = delays.get("token_s", 0.0)
         self._load_s = delays.get("load_s", 0.0)
         self._config = config

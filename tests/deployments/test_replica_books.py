@@ -19,9 +19,9 @@ def test_a_request_leaves_its_route_its_wait_and_its_error() -> None:
     books = ReplicaBooks()
     books.arrived("sql", "resident", now=1.0)
     books.first_token("sql", waited_s=0.2)
-    assert books.in_flight() == 1
+    assert books.in_use() == {"sql"}
     books.ended("sql", now=2.0, error="overloaded")
-    assert books.in_flight() == 0
+    assert books.in_use() == set()
     merged = books.merge_into(engine_stats(sql={"tier": "hbm"}))
     assert merged["routes"] == {"resident": 1}
     assert merged["adapters"]["sql"] == {
@@ -82,6 +82,17 @@ def test_routing_state_is_sorted_by_tier_and_coarse() -> None:
     state = routing_stats({**stats, "running": 9, "waiting": 1}, books, now=0.0)
     assert (state["resident"], state["loading"], state["host"]) == (["a", "b"], ["c"], ["d"])
     assert (state["running"], state["waiting"]) == (12, 4)
+
+
+def test_an_adapter_that_is_asked_for_and_not_there_is_loading_and_has_its_slot() -> None:
+    """Else another one would be sent to the slot that it is about to take."""
+    books = ReplicaBooks()
+    stats = engine_stats(known={"tier": "host"})
+    assert routing_stats(stats, books, now=0.0)["free_slots"] == 4
+    for name in ("new", "known", "_base"):
+        books.arrived(name, "home", now=0.0)
+    state = routing_stats(stats, books, now=0.0)
+    assert (state["loading"], state["host"], state["free_slots"]) == (["known", "new"], [], 2)
 
 
 def test_an_idle_replica_reports_zero_load() -> None:

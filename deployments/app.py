@@ -1,0 +1,92 @@
+"""Binds the deployments: `serve run deployments.app:build model=...`, or a Serve config file."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from deployments.catalog_deployment import CatalogDeployment
+from deployments.config import AppArgs
+from deployments.engine_deployment import EngineDeployment
+from deployments.engine_replica import ENGINE_CLIENT, ReplicaSettings
+from deployments.ingress import IngressDeployment, IngressSettings
+
+LOGGING = {"enable_access_log": False}  # the API's own log has what is needed
+ROUTER = "router.residency_router.ResidencyRouter"
+STATS_PERIOD_S = 0.2
+HEALTH_PERIOD_S = 2.0
+MANY = 4096  # concurrent requests of a deployment that only waits for others
+
+
+def build(args: AppArgs) -> Application:
+    catalog = _catalog(args)
+    engines = engine_application(args, catalog)
+    return (
+        serve.deployment(IngressDeployment)
+        .options(
+            name="ingress",
+            num_replicas=args.num_ingress_replicas,
+            max_ongoing_requests=MANY,
+            graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
+            ray_actor_options={"num_cpus": 0.1},
+            logging_config=LOGGING,
+        )
+        .bind(_ingress_settings(args), engines, catalog)
+    )
+
+
+def engine_application(args: AppArgs, catalog: Any, engine_client: str = ENGINE_CLIENT) -> Application:
+    engine = args.engine_config()
+    settings = ReplicaSettings(args.stream_interval_s, args.metrics_max_adapters, engine_client)
+    router = RequestRouterConfig(
+        request_router_class=ROUTER,
+        request_router_kwargs=args.router.model_dump(),
+        request_routing_stats_period_s=STATS_PERIOD_S,
+    )
+    return (
+        serve.deployment(EngineDeployment)
+        .options(
+            name="engine",
+            num_replicas=args.num_replicas,
+            # enough in reserve to fill seats as they come free, and not a queue behind one replica's back
+            max_ongoing_requests=2 * engine.max_num_seqs,
+            max_queued_requests=engine.max_queued_requests,
+            request_router_config=router,
+            health_check_period_s=HEALTH_PERIOD_S,
+            graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
+            graceful_shutdown_wait_loop_s=0.2,
+            ray_actor_options={"num_cpus": 1, "num_gpus": int(args.device == "cuda")},
+            logging_config=LOGGING,
+        )
+        .bind(engine, settings, catalog)
+    )
+
+
+def _catalog(args: AppArgs) -> Application:
+    return (
+        serve.deployment(CatalogDeployment)
+        .options(
+            name="catalog",
+            max_ongoing_requests=MANY,
+            health_check_period_s=HEALTH_PERIOD_S,
+            ray_actor_options={"num_cpus": 0.1},
+            logging_config=LOGGING,
+        )
+        .bind(args.adapter_source, args.lora_modules, args.catalog_file)
+    )
+
+
+def _ingress_settings(args: AppArgs) -> IngressSettings:
+    return IngressSettings(
+        model=args.model,
+        model_names=args.model_names(),
+        created=int(time.time()),
+        load_timeout_s=args.engine_config().load_timeout_s,
+        api_key_digests=tuple(args.api_key_digests),
+        allow_runtime_loading=args.allow_runtime_lora_updating,
+        allowed_uri_prefixes=args.lora_prefixes(),
+    )

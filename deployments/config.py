@@ -1,0 +1,91 @@
+"""The application's arguments, as `serve run`, a Serve config file and the command line give them.
+
+Checked here, before anything starts; unknown names are errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
+
+from engine.config import EngineConfig
+from router.policy import DEFAULT_MEMORY_S, DEFAULT_SLACK
+
+_ENGINE_OPTIONS = frozenset(f.name for f in fields(EngineConfig)) - {"model", "device"}
+ANYWHERE = ["/", "s3://"]
+
+
+class RouterArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    slack: int = Field(default=DEFAULT_SLACK, ge=1)  # requests; differences in load below it are noise
+    memory_s: float = Field(default=DEFAULT_MEMORY_S, gt=0)  # of own placements that are not reported yet
+
+
+class AppArgs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    model: str  # directory or hub id
+    served_model_name: list[str] = []  # none: the last part of `model`
+    adapter_source: str | None = None  # directory or s3://bucket/prefix; each sub-folder is an adapter
+    lora_modules: dict[str, str] = {}  # name -> directory or s3:// prefix of one adapter
+    device: Literal["cpu", "cuda"] = "cpu"
+    engine: dict[str, Any] = {}  # other fields of EngineConfig
+
+    num_replicas: int = Field(default=1, ge=1)
+    num_ingress_replicas: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    router: RouterArgs = RouterArgs()
+
+    api_key_digests: list[str] = []  # SHA-256, hexadecimal; none: open to all
+    allow_runtime_lora_updating: bool = False
+    allowed_lora_prefixes: list[str] = []  # where run-time adapters may come from; none: from anywhere
+    catalog_file: Path | None = None  # keeps run-time loads and unloads; none: the catalog's process does
+
+    stream_interval_s: float = Field(default=0.02, ge=0)  # least time between two chunks of one stream
+    graceful_shutdown_timeout_s: float = Field(default=120.0, gt=0)  # above the longest answer
+    metrics_max_adapters: int = Field(default=100, ge=1)  # named by a replica; the rest share a label
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _one_name_or_several(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _one_gpu(cls, value: int) -> int:
+        if value > 1:
+            raise ValueError(f"tensor_parallel_size {value} is not supported yet; use 1")
+        return value
+
+    @field_validator("api_key_digests")
+    @classmethod
+    def _digests(cls, value: list[str]) -> list[str]:
+        for digest in value:
+            if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+                raise ValueError("api_key_digests holds something that is no SHA-256 digest")
+        return value
+
+    @model_validator(mode="after")
+    def _engine_can_be_built(self) -> Self:
+        unknown = sorted(self.engine.keys() - _ENGINE_OPTIONS)
+        if unknown:
+            raise ValueError(
+                f"engine: no option {unknown[0]!r}; there are {', '.join(sorted(_ENGINE_OPTIONS))}"
+            )
+        self.engine_config()
+        return self
+
+    def engine_config(self) -> EngineConfig:
+        values = {"model": self.model, "device": self.device, **self.engine}
+        return TypeAdapter(EngineConfig).validate_python(values)
+
+    def model_names(self) -> tuple[str, ...]:
+        # a server's directory is nobody's business
+        return tuple(self.served_model_name) or (self.model.rstrip("/").rpartition("/")[2] or self.model,)
+
+    def lora_prefixes(self) -> tuple[str, ...]:
+        return tuple(self.allowed_lora_prefixes or ANYWHERE)

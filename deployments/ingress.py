@@ -1,0 +1,56 @@
+"""The HTTP application on Ray Serve: builds it over the engines' and the catalog's handles, and hosts it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from deployments.api import build_api
+from deployments.catalog_deployment import CatalogHandle
+from deployments.catalog_view import CatalogView
+from deployments.fleet_service import FleetService
+from deployments.settings import ApiSettings
+from engine.tokenizer import Tokenizer
+from router.residency_router import BASE_ID
+
+
+@dataclass(frozen=True, slots=True)
+class IngressSettings:
+    model: str  # directory or hub id, for the tokenizer
+    model_names: tuple[str, ...]
+    created: int  # epoch seconds
+    load_timeout_s: float
+    api_key_digests: tuple[str, ...]
+    allow_runtime_loading: bool
+    allowed_uri_prefixes: tuple[str, ...]
+
+
+@serve.ingress()
+class IngressDeployment:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, settings: IngressSettings, engine: Any, catalog: Any
+    ) -> None:
+        """`engine`, `catalog`: deployment handles. Returns when an engine replica is ready."""
+        self._settings = settings
+        self._tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, settings.model)
+        facts = await engine.options(method_name="facts", multiplexed_model_id=BASE_ID).remote()
+        self._service = FleetService(
+            engine, settings.model_names[0], facts["max_model_len"], settings.load_timeout_s
+        )
+        self._catalog = CatalogView(CatalogHandle(catalog), self._service)
+        self._following = asyncio.create_task(self._catalog.run())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        settings = ApiSettings(
+            model_names=self._settings.model_names,
+            max_model_len=self._service.max_model_len,
+            created=self._settings.created,
+            api_key_digests=self._settings.api_key_digests,
+            allow_runtime_loading=self._settings.allow_runtime_loading,
+            allowed_uri_prefixes=self._settings.allowed_uri_prefixes,
+        )
+        return build_api(self._service, self._catalog, self._tokenizer, settings)

@@ -1,0 +1,131 @@
+"""One small Ray cluster for all tests here, and a caller inside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from engine.errors import LorafleetError
+from engine.request import AdapterRef, GenerateRequest
+from engine.sampling_params import SamplingParams
+
+FAKE_ENGINE = "tests.cluster.fake_engine:FakeEngineClient"
+Spec = dict[str, Any]  # adapter, prompt, max_tokens, close_after
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_SERVE_LOG_TO_STDERR="0")
+    import ray
+    from ray import serve
+
+    ray.init(num_cpus=16, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    serve.start(proxy_location="Disabled")
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+class Caller:
+    """Makes engine calls as an ingress does: several of them inside one parent request."""
+
+    def __init__(self, engine: Any) -> None:
+        from deployments.fleet_service import FleetService
+
+        self._service = FleetService(engine, "base", 256, load_timeout_s=10.0)
+
+    async def generate(self, specs: list[Spec]) -> list[dict[str, Any]]:
+        return await asyncio.gather(*(self._one(spec) for spec in specs))
+
+    async def service(self, method: str, *args: Any) -> Any:
+        return await getattr(self._service, method)(*args)
+
+    async def _one(self, spec: Spec) -> dict[str, Any]:
+        """{"pid": of the engine, "tokens": how many came, "error": class name or None}"""
+        adapter = spec.get("adapter")
+        request = GenerateRequest(
+            request_id=spec.get("id", "id"),
+            prompt_token_ids=tuple(spec.get("prompt", (1,))),
+            params=SamplingParams(max_tokens=spec.get("max_tokens", 3)),
+            adapter=AdapterRef(adapter, spec.get("uri", "x")) if adapter else None,
+        )
+        texts: list[str] = []
+        stream = self._service.generate(request)
+        try:
+            async for deltas in stream:
+                texts.extend(delta.text for delta in deltas)
+                if len(texts) >= spec.get("close_after", 1 << 30):
+                    await stream.aclose()
+                    break
+        except LorafleetError as error:
+            return {"pid": texts[0] if texts else None, "tokens": len(texts), "error": type(error).__name__}
+        return {"pid": texts[0], "tokens": len(texts), "error": None}
+
+
+class FakeCatalog:
+    def __init__(self, preloaded: list[dict[str, str]]) -> None:
+        self._preloaded = preloaded
+
+    async def preloaded(self) -> list[dict[str, str]]:
+        return self._preloaded
+
+
+class App:
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self._handle = handle
+
+    def generate(self, *specs: Spec) -> list[dict[str, Any]]:
+        """All at once, inside one parent request."""
+        results: list[dict[str, Any]] = self.start(*specs).result(timeout_s=30)
+        return results
+
+    def start(self, *specs: Spec) -> Any:
+        return self._handle.generate.remote(list(specs))
+
+    def service(self, method: str, *args: Any) -> Any:
+        return self._handle.service.remote(method, *args).result(timeout_s=30)
+
+    def stats(self) -> list[dict[str, Any]]:
+        replicas: list[dict[str, Any]] = self.service("stats")["replicas"]
+        return replicas
+
+
+StartApp = Callable[..., App]
+
+
+@pytest.fixture
+def start_app(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[StartApp]:
+    """Two engine replicas with fake engines behind the real router, replica and service."""
+    from ray import serve
+
+    from deployments.app import engine_application
+    from deployments.config import AppArgs
+
+    names: list[str] = []
+
+    def start(delays: dict[str, float], preloaded: tuple[AdapterRef, ...] = (), **engine: Any) -> App:
+        args = AppArgs(
+            model=json.dumps(delays),
+            num_replicas=2,
+            engine={"max_num_seqs": 4, "max_adapters": 4, **engine},
+            stream_interval_s=0.0,
+            graceful_shutdown_timeout_s=0.2,
+        )
+        refs = [{"name": ref.name, "uri": ref.uri, "version": ref.version} for ref in preloaded]
+        catalog = serve.deployment(FakeCatalog).options(name="catalog").bind(refs)
+        engines = engine_application(args, catalog, engine_client=FAKE_ENGINE)
+        caller = serve.deployment(Caller).options(name="caller", max_ongoing_requests=100).bind(engines)
+        name = f"app{len(names)}-{request.node.name}".replace("[", "-").replace("]", "")
+        handle = serve.run(caller, name=name, route_prefix=None)
+        names.append(name)
+        return App(name, handle)
+
+    yield start
+    for name in names:
+        serve.delete(name)

@@ -1,0 +1,123 @@
+"""Real Ray Serve, real router and replicas, fake engines."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine.request import AdapterRef
+from tests.cluster.conftest import App, StartApp
+from tests.cluster.fake_engine import DIE_AT_START, DIE_AT_THIRD, NO_END, OVERLOADED
+
+pytestmark = pytest.mark.cluster
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float) -> float:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s, "it did not happen in time"
+        time.sleep(0.05)
+    return time.monotonic() - started
+
+
+def num_loads(app: App) -> int:
+    return sum(stats["num_loads"] for stats in app.stats())
+
+
+def test_calls_inside_one_request_all_finish_and_stay_with_their_adapters(start_app: StartApp) -> None:
+    """Serve matches calls by ids that these share: they hang, or take each other's replica.
+
+    One slot a replica: each adapter has one place. 48 calls on 8 seats and 16 ongoing requests: most of them
+    queue in the router, base calls between them.
+    """
+    app = start_app({"token_s": 0.01, "load_s": 0.2}, max_adapters=1)
+    app.generate({"adapter": "a"}, {"adapter": "b"})
+    answers = app.generate(*[{"adapter": "a"}, {"adapter": "b"}, {}] * 16)
+    assert [answer["tokens"] for answer in answers] == [3] * 48
+    places = [{answer["pid"] for answer in answers[offset::3]} for offset in (0, 1)]
+    assert [len(pids) for pids in places] == [1, 1]
+    assert places[0] != places[1]
+    assert num_loads(app) == 2
+    routes = Counter[str]()
+    for stats in app.stats():
+        routes.update(stats["routes"])
+    assert routes.total() == 50
+    assert routes["balance"] == 16
+
+
+def test_a_hot_adapter_spreads_into_free_capacity_and_others_stay_put(start_app: StartApp) -> None:
+    """FR-60: it spreads within 10 s, and the cold replica loads it once."""
+    app = start_app({"token_s": 0.05, "load_s": 0.1})
+    app.generate({"adapter": "hot"})
+    answers = app.generate(*[{"adapter": "hot", "max_tokens": 20}] * 16)
+    assert {a["tokens"] for a in answers} == {20}
+    assert len({a["pid"] for a in answers}) == 2
+    assert num_loads(app) == 2
+
+
+def test_a_hot_adapter_does_not_evict_what_is_in_use(start_app: StartApp) -> None:
+    """FR-60: a spill needs a free slot; waiting is better than a load storm."""
+    app = start_app({"token_s": 0.05, "load_s": 0.1}, max_adapters=1)
+    app.generate({"adapter": "hot"}, {"adapter": "other"})
+    assert num_loads(app) == 2
+    answers = app.generate(
+        *[{"adapter": "hot", "max_tokens": 10}] * 12, *[{"adapter": "other", "max_tokens": 10}] * 2
+    )
+    assert {a["tokens"] for a in answers} == {10}
+    assert num_loads(app) == 2
+
+
+def test_a_closed_stream_frees_its_seat(start_app: StartApp) -> None:
+    """FR-56."""
+    app = start_app({"token_s": 0.02})
+    app.generate(*[{"adapter": "a", "max_tokens": 1000, "close_after": 2}] * 6)
+    eventually(lambda: sum(s["running"] + s["waiting"] for s in app.stats()) == 0, timeout_s=2)
+    assert sum(s["num_aborted"] for s in app.stats()) == 6
+    assert app.generate({"adapter": "a"})[0]["tokens"] == 3
+
+
+def test_errors_keep_their_kind(start_app: StartApp) -> None:
+    app = start_app({})
+    answers = app.generate(
+        {"prompt": [OVERLOADED]}, {"adapter": "bad", "uri": "refused:"}, {"prompt": [NO_END]}, {}
+    )
+    assert [a["error"] for a in answers] == ["Overloaded", "AdapterRefused", "EngineDead", None]
+
+
+def test_a_lost_replica_costs_a_retry_or_an_error_and_comes_back_warm(
+    start_app: StartApp, tmp_path: Path
+) -> None:
+    """FR-59, FR-65, FR-66."""
+    app = start_app({"token_s": 0.02}, preloaded=(AdapterRef("static", "x"),))
+    before = {stats["pid"] for stats in app.stats()}
+    assert len(before) == 2
+
+    # before the first token: answered by the other one
+    marker = str(tmp_path / "died")
+    answer = app.generate({"prompt": [DIE_AT_START], "id": marker})[0]
+    assert (answer["error"], answer["tokens"]) == (None, 3)
+    assert Path(marker).exists()
+    eventually(lambda: len(app.stats()) == 2, timeout_s=20)
+    replacement = next(stats for stats in app.stats() if stats["pid"] not in before)
+    assert replacement["adapters"]["static"]["tier"] == "hbm"
+
+    # after a token: an error, and nothing twice
+    (broken,) = app.generate({"prompt": [DIE_AT_THIRD], "max_tokens": 9})
+    assert (broken["error"], broken["tokens"]) == ("EngineDead", 2)
+    assert app.generate({})[0]["error"] is None
+
+
+def test_an_adapter_is_loaded_and_unloaded_on_every_replica(start_app: StartApp) -> None:
+    """FR-58."""
+    app = start_app({})
+    report = app.service("load_adapter", AdapterRef("a", "x"))
+    assert report["status"] == "ok"
+    assert [s["adapters"]["a"]["tier"] for s in app.stats()] == ["hbm", "hbm"]
+    assert 'lorafleet_adapter_loaded{adapter="a"' in app.service("metrics_text")
+    app.service("unload_adapter", "a")
+    assert ["a" in s["adapters"] for s in app.stats()] == [False, False]
+    app.service("check_health")
