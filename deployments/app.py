@@ -59,6 +59,7 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str = ENGINE_
             health_check_period_s=HEALTH_PERIOD_S,
             graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
             graceful_shutdown_wait_loop_s=0.2,
+            max_constructor_retry_count=3,
             ray_actor_options={"num_cpus": 1, "num_gpus": int(args.device == "cuda")},
             logging_config=LOGGING,
         )

@@ -1,0 +1,68 @@
+"""The application's arguments are checked before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from deployments.config import AppArgs
+
+EXAMPLE = Path(__file__).parents[2] / "deployments" / "serve_config.example.yaml"
+
+
+def test_a_model_is_enough() -> None:
+    args = AppArgs(model="/models/tiny")
+    assert args.engine_config().model == "/models/tiny"
+    assert args.engine_config().device == "cpu"
+    assert args.api_key_digests == []
+
+
+def test_engine_options_reach_the_engine() -> None:
+    args = AppArgs(model="m", device="cuda", engine={"max_num_seqs": 4, "pool_bytes": 1 << 20})
+    config = args.engine_config()
+    assert (config.device, config.max_num_seqs, config.pool_bytes) == ("cuda", 4, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"modle": "m"}, "modle"),
+        ({"num_replicas": 0}, "num_replicas"),
+        ({"device": "tpu"}, "device"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not supported yet"),
+        ({"engine": {"max_seqs": 4}}, "max_seqs"),
+        ({"engine": {"model": "other"}}, "'model'"),
+        ({"engine": {"max_num_seqs": 0}}, "max_num_seqs must be positive"),
+        ({"engine": {"max_num_seqs": "many"}}, "max_num_seqs"),
+        ({"router": {"slak": 3}}, "slak"),
+        ({"api_key_digests": ["my-secret-key"]}, "no SHA-256 digest"),
+    ],
+)
+def test_a_mistake_is_named(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        AppArgs(**{"model": "m", **values})
+    assert named in str(caught.value)
+
+
+def test_served_names_are_one_or_several_and_by_default_no_path() -> None:
+    """FR-30: a server's directory is not shown to clients."""
+    assert AppArgs(model="/models/tiny/").model_names() == ("tiny",)
+    assert AppArgs(model="org/tiny").model_names() == ("tiny",)
+    assert AppArgs.model_validate({"model": "m", "served_model_name": "a"}).model_names() == ("a",)
+    assert AppArgs(model="m", served_model_name=["a", "b"]).model_names() == ("a", "b")
+
+
+def test_runtime_adapters_may_come_from_anywhere_unless_places_are_named() -> None:
+    assert AppArgs(model="m").lora_prefixes() == ("/", "s3://")
+    assert AppArgs(model="m", allowed_lora_prefixes=["s3://b/x"]).lora_prefixes() == ("s3://b/x",)
+
+
+def test_the_example_config_is_valid() -> None:
+    config = yaml.safe_load(EXAMPLE.read_text())
+    (application,) = config["applications"]
+    assert application["import_path"] == "deployments.app:build"
+    assert AppArgs(**application["args"]).model_names() == ("qwen",)

@@ -1,0 +1,46 @@
+"""Where the server listens and what Ray is told. Starting it is tried in tests/cluster."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from deployments.launch import Listen, PortTaken, environment
+
+
+def test_it_listens_on_this_machine_only_and_says_where() -> None:
+    assert Listen().host == "127.0.0.1"
+    assert Listen(port=9).url == "http://127.0.0.1:9"
+    assert Listen(host="0.0.0.0", port=9).url == "http://127.0.0.1:9"
+
+
+def test_haproxy_is_not_chosen_for_a_server_of_this_machine() -> None:
+    """It binds ports of its own on all interfaces."""
+    assert not Listen().uses_haproxy
+    assert Listen(host="0.0.0.0").uses_haproxy
+    assert Listen(proxy="haproxy").uses_haproxy
+    assert not Listen(host="0.0.0.0", proxy="python").uses_haproxy
+
+
+def test_a_taken_port_is_known_before_ray_starts() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(PortTaken, match="cannot listen on"):
+            Listen(port=other.getsockname()[1]).check_free()
+
+
+def test_rays_ports_ask_for_a_fresh_token() -> None:
+    one, two = environment(Listen(), {}), environment(Listen(), {})
+    assert one["RAY_AUTH_MODE"] == "token"
+    assert one["RAY_AUTH_TOKEN"] != two["RAY_AUTH_TOKEN"]
+    assert one["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_what_the_user_set_stays() -> None:
+    given = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "0", "RAY_ADDRESS": "auto"}
+    wanted = environment(Listen(), given)
+    assert not wanted.keys() & {"RAY_SERVE_THROUGHPUT_OPTIMIZED", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
+    assert os.environ.get("RAY_AUTH_TOKEN") is None
