@@ -73,9 +73,8 @@ class IncrementalDetokenizer:
         """Give up waiting for the older tokens: a long run of them makes no character."""
         old, kept = self._window[:-KEPT_TOKENS], self._window[-KEPT_TOKENS:]
         old_text = self._decode(old)
-        if (
-            old_text + self._decode(kept) != text
-        ):  # not between two characters: try again after the next token
+        # not between two characters: try again after the next token
+        if old_text + self._decode(kept) != text:
             return ""
         piece = old_text[self._num_sent :]
         self._window, self._num_context, self._num_sent = kept, 0, 0

@@ -126,10 +126,14 @@ def broken_byte(tokenizer: Tokenizer) -> int:
 
 
 @BOTH
-@pytest.mark.parametrize("broken", [False, True])
-def test_work_per_token_is_bounded(tokenizer: Tokenizer, broken: bool) -> None:
-    text = "漢字 and 😀 text. " * 300
-    token_ids = [broken_byte(tokenizer)] * 5000 if broken else tokenizer.encode(text)
+@pytest.mark.parametrize("kind", ["text", "broken", "special", "unknown"])
+def test_work_per_token_is_bounded(tokenizer: Tokenizer, kind: str) -> None:
+    token_ids = {
+        "text": tokenizer.encode("漢字 and 😀 text. " * 300),
+        "broken": [broken_byte(tokenizer)] * 5000,
+        "special": [0] * 5000,
+        "unknown": [tokenizer.vocab_size] * 5000,
+    }[kind]
     decoder = CountingDecoder(tokenizer)
     detokenizer = IncrementalDetokenizer(decoder)
     for token_id in token_ids:
@@ -143,3 +147,11 @@ def test_a_long_run_of_broken_bytes_is_not_held_to_the_end(tokenizer: Tokenizer)
     sent = detokenizer.add([broken_byte(tokenizer)] * 100)
     assert 100 - 2 * KEPT_TOKENS <= len(sent) < 100
     assert sent + detokenizer.flush() == REPLACEMENT * 100
+
+
+def test_broken_bytes_are_not_cut_within_a_character() -> None:
+    """Half characters of two bytes, one U+FFFD each: a cut after the first byte would make it two."""
+    tokenizer = byte_level_tokenizer()
+    token_of = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    token_ids = [token_of[b"\xe2"], token_of[b"\x98"]] * 50
+    assert "".join(pieces_of(tokenizer, token_ids)) == tokenizer.decode(token_ids) == REPLACEMENT * 50

@@ -187,6 +187,7 @@ def test_a_stop_string_is_found_across_the_bytes_of_a_character() -> None:
         ("aba", ("ab",), 1),
         ("xaa", ("aab", "ab"), 2),
         ("a", ("a",), 0),
+        ("ab", ("ab", "longer"), 0),
     ],
 )
 def test_held_back_is_what_a_stop_string_begins_with(

@@ -94,7 +94,7 @@ def test_a_limit_left_in_the_tokenizer_file_does_not_cut_prompts() -> None:
     fast = byte_level_tokenizer()._fast
     fast.enable_truncation(max_length=4)
     fast.enable_padding(length=100)
-    assert wrap(fast).decode(wrap(fast).encode(LINES[0])) == LINES[0]
+    assert wrap(fast).encode(LINES[0]) == byte_level_tokenizer().encode(LINES[0])
 
 
 def test_a_saved_tokenizer_loads_with_its_names_and_template(tmp_path: Path) -> None:

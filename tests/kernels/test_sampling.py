@@ -198,6 +198,10 @@ def test_choice_inverts_the_cumulative_distribution() -> None:
     assert chosen.tolist() == [1, 1, 3, 3, 4, 4]
 
 
+def test_a_number_on_the_border_belongs_to_the_token_above() -> None:
+    assert reference.choose(torch.zeros(1, 4), torch.tensor([0.5], dtype=torch.float64)).tolist() == [2]
+
+
 def test_choice_among_nan_logits_exists() -> None:
     logits = torch.full((1, 5), torch.nan)
     assert 0 <= int(reference.choose(logits, torch.tensor([0.5], dtype=torch.float64))) < 5
