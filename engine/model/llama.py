@@ -18,6 +18,7 @@ from engine.model.rope import rotary_table
 from engine.model.spec import ModelSpec
 from engine.runner.batch import ForwardBatch
 from engine.shape import PROJECTIONS, ModelShape
+from kernels.linear import linear
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_kv_write
@@ -52,9 +53,7 @@ class LlamaModel:
         """
         kv_pages = self.kv_pages(pool)
         cos_TD, sin_TD = self._cos_PD[batch.positions], self._sin_PD[batch.positions]
-        plan = plan_attention(
-            batch.page_table, batch.context_lens, batch.cu_query_lens, kv_pages.shape[3], pool.dtype
-        )
+        plan = plan_attention(kv_pages, batch.page_table, batch.context_lens, batch.cu_query_lens)
         lora = _LoraBranch(batch, adapters)
         x_TE = self.weights.embed[batch.token_ids]
         for i, layer in enumerate(self.weights.layers):
@@ -67,7 +66,7 @@ class LlamaModel:
             act_TI = silu_mul(lora.linear(h_TE, layer.gate_up, i, self._gate_up))
             x_TE = x_TE + lora.linear(act_TI, layer.down, i, self._down)
         x_NE = rms_norm(x_TE[batch.logits_indices], self.weights.final_norm, self.spec.rms_norm_eps)
-        return torch.nn.functional.linear(x_NE, self.weights.lm_head).float()
+        return linear(x_NE, self.weights.lm_head).float()
 
     def kv_pages(self, pool: torch.Tensor) -> torch.Tensor:
         """The pool as [num_pages, num_layers, 2, page_tokens, KH, D]."""
@@ -87,7 +86,7 @@ class _LoraBranch:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, layer: int, slices: Sequence[ColumnSlice]
     ) -> torch.Tensor:
-        y = torch.nn.functional.linear(x, weight)
+        y = linear(x, weight)
         if self._adapters is not None and self._segments:
             sgmv(y, x, self._segments, self._adapters, layer, slices)
         return y

@@ -6,8 +6,9 @@ One tensor is in flight at a time. Every expected tensor must be present and eve
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from safetensors import safe_open
 from engine.errors import InvalidRequest
 from engine.model.spec import ModelSpec
 from engine.shape import ModelShape
+from kernels.linear import pack_weight
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Linears are [out, in], as the checkpoint stores them."""
+    """Linears are [out, in], as the checkpoint stores them, packed by kernels.linear.pack_weight."""
 
     input_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [q + 2 kv, hidden]
@@ -36,12 +38,12 @@ class LlamaWeights:
     embed: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor  # [hidden]
-    lm_head: torch.Tensor  # [vocab, hidden]; the same tensor as embed if tied
+    lm_head: torch.Tensor  # [vocab, hidden], packed
 
 
 def load_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> LlamaWeights:
     """Raises InvalidRequest, its `param` naming the tensor that is missing, unknown or of a wrong shape."""
-    weights = allocate_weights(spec.shape, spec.tie_word_embeddings, dtype, device)
+    weights = _allocate(spec.shape, spec.tie_word_embeddings, dtype, device)
     missing = _destinations(spec, weights)
     for name, read in _stored_tensors(Path(spec.path)):
         if _ignored(name, spec):
@@ -59,12 +61,16 @@ def load_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str
     if missing:
         name = next(iter(missing))
         raise InvalidRequest(f"checkpoint lacks {len(missing)} tensors, first {name}", param=name)
-    return weights
+    layers = deque(weights.layers)
+    embed, final_norm, lm_head = weights.embed, weights.final_norm, weights.lm_head
+    # from here on a layer's unpacked weights go as soon as its packed ones exist
+    del weights, destination
+    return LlamaWeights(
+        embed, tuple(_pack(layers.popleft()) for _ in range(len(layers))), final_norm, pack_weight(lm_head)
+    )
 
 
-def allocate_weights(
-    shape: ModelShape, tied: bool, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> LlamaWeights:
+def _allocate(shape: ModelShape, tied: bool, dtype: torch.dtype, device: torch.device | str) -> LlamaWeights:
     """Uninitialised."""
 
     def empty(*sizes: int) -> torch.Tensor:
@@ -84,6 +90,16 @@ def allocate_weights(
     )
     embed = empty(shape.vocab_size, hidden)
     return LlamaWeights(embed, layers, empty(hidden), embed if tied else empty(shape.vocab_size, hidden))
+
+
+def _pack(layer: LayerWeights) -> LayerWeights:
+    return replace(
+        layer,
+        qkv=pack_weight(layer.qkv),
+        o=pack_weight(layer.o),
+        gate_up=pack_weight(layer.gate_up),
+        down=pack_weight(layer.down),
+    )
 
 
 def _destinations(spec: ModelSpec, weights: LlamaWeights) -> dict[str, torch.Tensor]:

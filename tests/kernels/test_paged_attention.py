@@ -71,8 +71,7 @@ def dense(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
 
 def check(case: Case, layer: int = 1) -> None:
     dtype = case.q.dtype
-    page_tokens = case.kv_pages.shape[3]
-    plan = plan_attention(case.page_table, case.context_lens, case.cu_query_lens, page_tokens, dtype)
+    plan = plan_attention(case.kv_pages, case.page_table, case.context_lens, case.cu_query_lens)
     from_cpu = paged_attention(case.q, case.kv_pages, layer, plan)
     from_reference = paged_attention_reference(
         case.q, case.kv_pages, layer, case.page_table, case.context_lens, case.cu_query_lens
@@ -117,5 +116,5 @@ def test_sequences_may_share_pages() -> None:
 
 def test_a_long_context_does_not_pad_short_ones() -> None:
     case = make_case([(1, 3), (1, 100), (1, 2), (1, 90)])
-    plan = plan_attention(case.page_table, case.context_lens, case.cu_query_lens, 4, case.q.dtype)
-    assert sorted(group.pages.numel() for group in plan.decodes) == [2, 50]
+    plan = plan_attention(case.kv_pages, case.page_table, case.context_lens, case.cu_query_lens)
+    assert sorted(group.mask.numel() for group in plan.decodes) == [2 * 4, 2 * 100]
