@@ -45,8 +45,7 @@ class Admission:
         # one token at least is computed, to have logits
         nodes = memory.prefix.match(seq.namespace, seq.token_ids, len(seq.token_ids) - 1)
         # one token beyond the prompt, so that a full pool does not preempt the newcomer in its next step
-        num_tokens = min(len(seq.token_ids) + 1, seq.max_kv_tokens)
-        num_pages = memory.pages_for(num_tokens) - len(nodes)
+        num_pages = memory.pages_for(len(seq.token_ids) + 1) - len(nodes)
         num_adapter_pages = seq.num_adapter_pages if cold else 0
         # what the request itself is going to use is not there to be evicted
         needed = Needed(self.protected | {seq.namespace}, self._queued)
@@ -58,7 +57,7 @@ class Admission:
             adapter = memory.load_adapter(cold, num_adapter_pages, needed, self._now)
             self.loads.append(adapter)
         if adapter is not None:
-            memory.residency.acquire(adapter.digest, self._now)
+            memory.residency.acquire(adapter.digest)
         seq.start(nodes, memory.take(seq.owner, num_pages, needed), memory.page_tokens)
         return None
 

@@ -7,7 +7,7 @@ adapters and pages in use never yield.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence, Set
+from collections.abc import Container, Iterator, Sequence, Set
 from enum import Enum
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ class PoolMemory:
 
     def has_slot(self, needed: Needed) -> bool:
         """Whether an adapter slot can be had right now by evicting."""
-        return self.residency.has_free_slot or bool(self._evictable(needed))
+        return self.residency.has_free_slot or any(True for _ in self._evictable(needed))
 
     def load_adapter(self, digest: str, num_pages: int, needed: Needed, now: float) -> ResidentAdapter:
         """Pages and a slot for an adapter, evicting others. Only after `has_slot` and `can_take`."""
@@ -124,11 +124,17 @@ class PoolMemory:
         adapter_pages = sum(len(a.page_ids) for a in self.residency)
         assert self.pool.num_used(PageKind.ADAPTER) == adapter_pages
 
-    def _evictable(self, needed: Needed) -> list[ResidentAdapter]:
-        return [a for a in self.residency.idle() if a.digest not in needed.older]
+    def _evictable(self, needed: Needed) -> Iterator[ResidentAdapter]:
+        return (a for a in self.residency.idle() if a.digest not in needed.older)
 
     def _cheapest_adapter(self, needed: Needed) -> ResidentAdapter | None:
-        return min(self._evictable(needed), key=lambda a: (a.digest in needed.any, a.last_used), default=None)
+        """The one used longest ago, of those that nobody waits for if there are any."""
+        queued: ResidentAdapter | None = None
+        for adapter in self._evictable(needed):
+            if adapter.digest not in needed.any:
+                return adapter
+            queued = queued or adapter
+        return queued
 
     def _evict_cheapest(self, needed: Needed) -> None:
         leaf = self.prefix.oldest_evictable()

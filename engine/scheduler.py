@@ -156,7 +156,7 @@ class Scheduler:
             assert all(n.num_users == users[id(n)] for n in seq.nodes)
             assert len(seq.page_ids) * self.memory.page_tokens >= seq.num_computed
 
-    def _schedule_running(self, queued: set[str], now: float) -> tuple[list[ScheduledChunk], list[str]]:
+    def _schedule_running(self, queued: Container[str], now: float) -> tuple[list[ScheduledChunk], list[str]]:
         chunks: list[ScheduledChunk] = []
         preempted: list[str] = []
         budget = self.config.max_num_batched_tokens
@@ -174,8 +174,8 @@ class Scheduler:
                 continue
             while not self._grow(seq, seq.num_computed + num_tokens, queued):
                 victim = self.running[-1]
-                decoding -= victim is not seq and victim.num_uncomputed == 1
-                self._preempt(victim, queued, now)
+                decoding -= victim.num_uncomputed == 1
+                self._preempt(victim, now)
                 preempted.append(victim.request_id)
                 if victim is seq:
                     break
@@ -240,12 +240,10 @@ class Scheduler:
         seq.page_ids.extend(self.memory.take(seq.owner, num_pages, needed))
         return True
 
-    def _preempt(self, seq: Sequence, queued: set[str], now: float) -> None:
+    def _preempt(self, seq: Sequence, now: float) -> None:
         _remove(self.running, seq)
         self._release(seq, now)
         _insert(self.waiting, seq)
-        if seq.digest:
-            queued.add(seq.digest)
 
     def _release(self, seq: Sequence, now: float) -> None:
         self.memory.give_back(seq.owner, seq.own_page_ids)

@@ -55,11 +55,6 @@ class Sequence:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
-    def max_kv_tokens(self) -> int:
-        """The last token is never fed back, so it needs no KV."""
-        return len(self.prompt_token_ids) + self.max_tokens - 1
-
-    @property
     def own_page_ids(self) -> tuple[int, ...]:
         return tuple(self.page_ids[len(self.nodes) :])
 

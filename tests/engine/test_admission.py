@@ -148,6 +148,19 @@ def test_a_slot_is_taken_from_the_adapter_that_nobody_waits_for() -> None:
     assert [(e.digest, e.cause) for e in plan.evictions] == [("unused", EvictionCause.SLOT)]
 
 
+def test_pages_of_an_adapter_that_an_older_request_waits_for_are_not_taken_for_a_younger_one() -> None:
+    simulation = Simulation(num_pages=20, num_slots=1)
+    simulation.submit("loads", 3, digest="A", adapter_pages=4)
+    simulation.run_to_end()
+    simulation.submit("runs", 50, max_tokens=6)
+    simulation.step()
+    simulation.submit("old", 28, digest="A", adapter_pages=4)  # lacks pages
+    simulation.submit("young", 12)  # would fit in A's place
+    assert simulation.step().admitted == ()
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
 def test_a_growing_request_takes_pages_from_the_adapter_that_nobody_waits_for() -> None:
     simulation = Simulation(num_pages=8, num_slots=3, max_num_seqs=1, prefix_cache=False)
     for digest in ("queued", "unused"):

@@ -118,9 +118,8 @@ class Comparison:
         """A request that leaves all its pages in the prefix cache; its tokens are like no other's."""
         namespace, needed = self.rng.choice(["", *self.naive.adapters]), self.needed()
         if namespace:
-            self.memory.residency.acquire(namespace, self.now)
+            self.memory.residency.acquire(namespace)
             self.naive.adapters[namespace].num_leases += 1
-            self.naive.adapters[namespace].last_used = self.now
         num_pages = self.rng.randint(1, 5)
         if self.check_can_take(num_pages, needed):
             owner = Owner(PageKind.SEQUENCE, f"r{next(self.tickets)}")
@@ -186,7 +185,7 @@ def cached(memory: PoolMemory, namespace: str, num_pages: int, last_used: float)
     """KV that a request left behind."""
     owner, nodes = Owner(PageKind.SEQUENCE, "gone"), list[PrefixNode]()
     if namespace:
-        memory.residency.acquire(namespace, last_used)
+        memory.residency.acquire(namespace)
     for i, page_id in enumerate(memory.take(owner, num_pages, NOBODY)):
         parent = nodes[-1] if nodes else None
         nodes.append(memory.share(owner, namespace, parent, (i,) * PAGE, page_id))
@@ -260,7 +259,7 @@ def test_pinned_and_leased_adapters_and_what_older_requests_need_never_yield() -
     memory = PoolMemory(6, PAGE, num_slots=3)
     for digest in ("pinned", "leased", "older"):
         resident(memory, digest, 2, last_used=0.0)
-    memory.residency.acquire("leased", 0.0)
+    memory.residency.acquire("leased")
     pinned = memory.residency.get("pinned")
     assert pinned is not None
     pinned.pinned = True

@@ -23,17 +23,17 @@ def test_what_is_leased_or_pinned_is_not_evicted() -> None:
     """FR-24"""
     residency = AdapterResidency(num_slots=2)
     adapter = residency.insert("a", (0,), now=0.0)
-    residency.acquire("a", now=1.0)
-    residency.acquire("a", now=2.0)
+    residency.acquire("a")
+    residency.acquire("a")
     residency.release("a", now=3.0)
-    assert residency.idle() == []
+    assert list(residency.idle()) == []
     with pytest.raises(AssertionError):
         residency.evict("a")
     residency.release("a", now=4.0)
-    assert residency.idle() == [adapter]
+    assert list(residency.idle()) == [adapter]
     assert adapter.last_used == 4.0
     adapter.pinned = True
-    assert residency.idle() == []
+    assert list(residency.idle()) == []
     with pytest.raises(AssertionError):
         residency.evict("a")
     residency.check_invariants()
@@ -42,7 +42,7 @@ def test_what_is_leased_or_pinned_is_not_evicted() -> None:
 def test_a_lease_is_returned_once() -> None:
     residency = AdapterResidency(num_slots=1)
     residency.insert("a", (0,), now=0.0)
-    residency.acquire("a", now=0.0)
+    residency.acquire("a")
     residency.release("a", now=0.0)
     with pytest.raises(AssertionError):
         residency.release("a", now=0.0)
@@ -53,6 +53,18 @@ def test_the_same_content_is_resident_once() -> None:
     residency.insert("a", (0,), now=0.0)
     with pytest.raises(AssertionError):
         residency.insert("a", (1,), now=0.0)
+
+
+def test_idle_adapters_come_in_the_order_of_their_last_use() -> None:
+    residency = AdapterResidency(num_slots=3)
+    for i, digest in enumerate("abc"):
+        residency.insert(digest, (i,), now=0.0)
+    residency.acquire("a")
+    residency.acquire("b")
+    residency.release("b", now=1.0)
+    residency.release("a", now=2.0)
+    assert [a.digest for a in residency.idle()] == ["c", "b", "a"]
+    residency.check_invariants()
 
 
 def test_pinned_pages_are_counted() -> None:

@@ -85,6 +85,19 @@ def test_a_budget_below_one_token_a_request_is_a_fault_of_ours() -> None:
         )
 
 
+def test_the_place_in_the_budget_of_a_preempted_decode_goes_to_a_prefill() -> None:
+    simulation = Simulation(num_pages=15, max_num_batched_tokens=8, prefix_cache=False)
+    simulation.submit("young", 2, max_tokens=9, arrival=2)
+    simulation.submit("old", 3, max_tokens=30, arrival=0)
+    simulation.steps(3)
+    simulation.submit("prefill", 40, arrival=1)
+    for plan in simulation.steps(3):
+        assert sizes(plan) == {"old": 1, "young": 1, "prefill": 6}
+    plan = simulation.step()
+    assert plan.preempted == ("young",)
+    assert sizes(plan) == {"old": 1, "prefill": 7}
+
+
 # --- what can never fit
 
 
@@ -167,6 +180,14 @@ def test_the_step_of_a_preemption_admits_nobody() -> None:
 # --- overtaking
 
 
+def test_who_was_admitted_before_a_request_has_not_overtaken_it() -> None:
+    simulation = Simulation(num_pages=40, num_slots=1)
+    for name, digest in (("old", "A"), ("old too", "A"), ("B", "B"), ("young", "A")):
+        simulation.submit(name, 3, max_tokens=4, digest=digest)
+    assert simulation.step().admitted == ("old", "old too", "young")
+    assert simulation.scheduler["B"].num_overtaken == 1
+
+
 def test_a_request_without_a_slot_is_overtaken_only_so_often() -> None:
     """FR-32: 1 slot, a steady stream for A, one request for B."""
     simulation = Simulation(num_pages=60, num_slots=1, max_num_seqs=4, max_overtakes=5)
@@ -196,6 +217,21 @@ def test_a_request_without_a_slot_waits_only_so_long() -> None:
         simulation.submit(f"A{i}", 3, max_tokens=8, digest="A")
         admitted.append(simulation.step().admitted)
     assert admitted == [("A0",), ("A1",), (), ()]
+
+
+def test_a_pinned_adapter_is_not_the_one_to_drain() -> None:
+    simulation = Simulation(num_pages=100, num_slots=2, max_overtakes=0)
+    for name, digest in (("1", "busy"), ("2", "busy"), ("3", "pinned")):
+        simulation.submit(name, 3, max_tokens=6, digest=digest)
+    simulation.step()
+    adapter = simulation.memory.residency.get("pinned")
+    assert adapter is not None
+    adapter.pinned = True
+    for name, digest in (("B", "B"), ("4", "pinned"), ("5", "busy")):
+        simulation.submit(name, 3, max_tokens=6, digest=digest)
+    assert simulation.step().admitted == ("4",)
+    simulation.run_to_end()
+    simulation.check_ends()
 
 
 def test_one_adapter_drains_at_a_time_the_one_with_the_fewest_running_requests() -> None:
@@ -273,6 +309,18 @@ def test_a_request_that_lacks_a_slot_and_then_pages_is_not_starved_by_those_that
 
 
 # --- unload and abort
+
+
+def test_an_adapter_that_went_may_come_again_and_stay() -> None:
+    simulation = Simulation(num_pages=30)
+    simulation.submit("runs", 3, max_tokens=3, digest="b")
+    simulation.step()
+    simulation.scheduler.retire("b")
+    simulation.run_to_end()
+    assert simulation.resident() == set()
+    simulation.submit("later", 3, digest="b")
+    simulation.run_to_end()
+    assert simulation.resident() == {"b"}
 
 
 def test_an_unloaded_adapter_goes_when_its_last_request_has_ended() -> None:

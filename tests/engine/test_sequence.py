@@ -34,21 +34,15 @@ def test_stop_tokens_of_the_prompt_do_not_count() -> None:
     assert seq.append(1) is None
 
 
-def test_the_last_token_needs_no_kv() -> None:
-    assert sequence(max_tokens=1).max_kv_tokens == 5
-    assert sequence(max_tokens=3).max_kv_tokens == 7
-
-
 def test_it_starts_on_shared_pages_then_its_own_and_stops_with_its_tokens_kept() -> None:
     seq = sequence(digest="a")
     seq.start([PrefixNode("a", (1, 2), page_id=7, parent=None)], (4, 5), page_tokens=2)
-    assert seq.is_running
     assert (seq.page_ids, seq.own_page_ids) == ([7, 4, 5], (4, 5))
     assert (seq.num_computed, seq.num_cached, seq.num_uncomputed) == (2, 2, 3)
     seq.append(6)
     seq.stop()
     assert not seq.is_running
-    assert seq.page_ids == []
+    assert (seq.num_computed, seq.num_cached, seq.num_uncomputed) == (0, 2, 6)
     seq.start([], (1, 2, 3), page_tokens=2)
     assert seq.num_cached == 2, "what was found at the first admission is what the client is told"
 
