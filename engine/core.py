@@ -26,6 +26,7 @@ from engine.memory import PoolMemory
 from engine.plan import StepPlan
 from engine.request import AdapterRef, FinishReason, GenerateRequest, TokenLogprob
 from engine.runner.base import Runner
+from engine.sampling_params import check_token_ids, check_vocabulary
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.stats import EngineStats
@@ -223,9 +224,8 @@ class EngineCore:
         prompt = request.prompt_token_ids
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        bad = next((t for t in prompt if not 0 <= t < self.geometry.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequest(f"token id {bad} is outside the vocabulary", param="prompt")
+        check_token_ids(prompt, self.geometry.vocab_size, "prompt")
+        check_vocabulary(request.params, self.geometry.vocab_size)
         if len(self.requests) - len(self.scheduler.running) >= self.config.max_queued_requests:
             raise Overloaded(f"{self.config.max_queued_requests} requests are queued", retry_after_s=1.0)
 

@@ -137,6 +137,8 @@ def test_full_queue_is_told_at_once() -> None:
         (300, {}, "prompt"),
         (128, {"max_tokens": None}, "prompt"),
         (100, {"max_tokens": 29}, "max_tokens"),
+        (5, {"stop_token_ids": (256,)}, "stop_token_ids"),
+        (5, {"logit_bias": {-1: 1.0}}, "logit_bias"),
     ],
 )
 def test_what_can_never_run_is_refused_and_costs_nothing(
