@@ -54,7 +54,9 @@ def pack(
     """Raises AdapterRefused, naming the tensor, for values that are not finite in `dtype`."""
     ranks = {(module.layer, module.projection): module.rank for module in checkpoint.modules}
     layout = make_layout(shape, ranks, page_elems)
-    pages = torch.zeros((layout.num_pages, page_elems), dtype=dtype, pin_memory=pin_memory)
+    pages = torch.empty((layout.num_pages, page_elems), dtype=dtype, pin_memory=pin_memory)
+    for page, free in zip(pages, layout.free, strict=True):
+        page[page_elems - free :] = 0
     _copy_tiles(checkpoint, layout, pages.view(-1))
     low, high = torch.aminmax(pages)  # NaN wins over any number
     if not (torch.isfinite(low) and torch.isfinite(high)):
@@ -78,8 +80,9 @@ def _copy_tiles(checkpoint: AdapterCheckpoint, layout: ImageLayout, elements: to
         tiles.setdefault((tile.layer, tile.projection, tile.side), []).append(tile)
     for module in checkpoint.modules:
         lora_a = checkpoint.tensor(module.lora_a)
-        # cast before the transpose: that way both are fast
-        lora_b = checkpoint.tensor(module.lora_b).to(elements.dtype).t().contiguous()
+        lora_b = checkpoint.tensor(module.lora_b)
+        # one block: cast and transpose as it is copied; several: columns are far apart, so not block by block
+        lora_b = lora_b.t() if module.rank <= RANK_BLOCK else lora_b.to(elements.dtype).t().contiguous()
         for side, source in enumerate((lora_a, lora_b)):
             for tile in tiles[module.layer, module.projection, side]:
                 row = tile.block * RANK_BLOCK
@@ -106,11 +109,9 @@ def _module_table(
 
 def _not_finite(checkpoint: AdapterCheckpoint, dtype: torch.dtype) -> AdapterRefused:
     """Say which tensor it is."""
-    for module in checkpoint.modules:
-        for entry in (module.lora_a, module.lora_b):
-            if error := _check_finite(entry, checkpoint.tensor(entry), dtype):
-                return error
-    raise AssertionError("all tensors are finite")
+    entries = (entry for module in checkpoint.modules for entry in (module.lora_a, module.lora_b))
+    errors = (_check_finite(entry, checkpoint.tensor(entry), dtype) for entry in entries)
+    return next(error for error in errors if error is not None)
 
 
 def _check_finite(entry: TensorEntry, tensor: torch.Tensor, dtype: torch.dtype) -> AdapterRefused | None:

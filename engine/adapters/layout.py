@@ -15,11 +15,11 @@ tiles fill the gaps that large ones leave.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.shape import RANK_BLOCK, ModelShape
+from engine.shape import NUM_PROJECTIONS, RANK_BLOCK, ModelShape
 
 
 class Tile(NamedTuple):
@@ -34,8 +34,12 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    num_pages: int
     tiles: tuple[Tile, ...]
+    free: tuple[int, ...]  # elements at the end of each page that no tile covers
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.free)
 
 
 Ranks = Mapping[tuple[int, int], int]
@@ -51,11 +55,12 @@ def pages_needed(shape: ModelShape, ranks: Ranks, page_elems: int) -> int:
 
 
 def make_layout(shape: ModelShape, ranks: Ranks, page_elems: int) -> ImageLayout:
-    free: list[int] = []  # elements at the end of each page
+    free: list[int] = []
     open_pages: list[int] = []  # pages that a tile may still fit
-    smallest = min((tile.rows * tile.width for tile in _tiles(shape, ranks)), default=0)
+    tiles = _tiles(shape, ranks)
+    smallest = min((tile.rows * tile.width for tile in tiles), default=0)
     placed = []
-    for tile in _tiles(shape, ranks):
+    for tile in tiles:
         size = tile.rows * tile.width
         assert size <= page_elems, "a page must hold the largest tile"
         page = next((page for page in open_pages if free[page] >= size), None)
@@ -67,17 +72,16 @@ def make_layout(shape: ModelShape, ranks: Ranks, page_elems: int) -> ImageLayout
         free[page] -= size
         if free[page] < smallest:
             open_pages.remove(page)
-    return ImageLayout(len(free), tuple(placed))
+    return ImageLayout(tuple(placed), tuple(free))
 
 
-def _tiles(shape: ModelShape, ranks: Ranks) -> Iterator[Tile]:
+def _tiles(shape: ModelShape, ranks: Ranks) -> list[Tile]:
     """Not placed yet, in the order of placement."""
-    layer_tiles: dict[int, list[Tile]] = {}
+    widths = [shape.widths(projection) for projection in range(NUM_PROJECTIONS)]
+    tiles = []
     for (layer, projection), rank in sorted(ranks.items()):
-        for side, width in enumerate(shape.widths(projection)):
+        for side, width in enumerate(widths[projection]):
             for block in range(-(-rank // RANK_BLOCK)):
                 rows = min(RANK_BLOCK, rank - block * RANK_BLOCK)
-                tile = Tile(layer, projection, side, block, rows, width, offset=-1)
-                layer_tiles.setdefault(layer, []).append(tile)
-    for layer in sorted(layer_tiles):
-        yield from sorted(layer_tiles[layer], key=lambda tile: -tile.rows * tile.width)
+                tiles.append(Tile(layer, projection, side, block, rows, width, offset=-1))
+    return sorted(tiles, key=lambda tile: (tile.layer, -tile.rows * tile.width))

@@ -112,8 +112,7 @@ class AdapterLoader:
         for thread in threads:
             if isinstance(thread, threading.Timer):
                 thread.cancel()
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start_loads(self) -> None:
         while self._queue and self._num_running < self._config.max_parallel_loads:

@@ -90,24 +90,22 @@ class S3Folder:
         return make_listing(self._name, self._uri, files)
 
     def read(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> None:
-        done = 0
-        for attempt in range(MAX_RESUMES + 1):
-            if attempt:
+        done = num_reads = 0
+        while done < len(view):
+            if num_reads > MAX_RESUMES:
+                raise Unavailable(
+                    f"adapter {self._name!r}: {file.name} broke off {num_reads} times",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            if num_reads:
                 # full jitter: bodies break off in crowds
-                time.sleep(random.uniform(0.0, RESUME_DELAY_S * 2**attempt))
+                time.sleep(random.uniform(0.0, RESUME_DELAY_S * 2**num_reads))
             check()
             done += self._read_body(file, offset + done, view[done:], check)
-            if done == len(view):
-                return
-        raise Unavailable(
-            f"adapter {self._name!r}: {file.name} broke off {MAX_RESUMES + 1} times",
-            retry_after_s=RETRY_AFTER_S,
-        )
+            num_reads += 1
 
     def _read_body(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> int:
         """How many bytes there were before the body ended or broke off."""
-        if not view:
-            return 0
         with _mapped(f"adapter {self._name!r}"):
             response = _client().get_object(
                 Bucket=self._bucket,
@@ -115,17 +113,14 @@ class S3Folder:
                 IfMatch=file.etag,
                 Range=f"bytes={offset}-{offset + len(view) - 1}",
             )
-        if response["ContentLength"] != len(view):
-            raise SourceChanged
+        if response.get("ContentLength") != len(view):  # the server does not know ranges
+            raise Unavailable(f"adapter {self._name!r}: S3 answers with other bytes than were asked for")
         done = 0
         with closing(response["Body"]) as body, suppress(BotoCoreError, HTTPError, OSError):
-            while done < len(view):
-                check()
-                # the stubs take a file where botocore takes a buffer
-                count = body.readinto(view[done : done + _STEP_BYTES])  # type: ignore[arg-type]
-                if count == 0:
-                    break
+            # the stubs take a file where botocore takes a buffer
+            while count := body.readinto(view[done : done + _STEP_BYTES]):  # type: ignore[arg-type]
                 done += count
+                check()
         return done
 
 

@@ -6,8 +6,9 @@ A source holds many adapters, found by name; `describe` and `read_adapter_files`
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine.adapters import tokenizer_files
 from engine.adapters.directory import DirectoryFolder, DirectorySource
@@ -24,16 +25,18 @@ from engine.adapters.files import (
 from engine.adapters.tokenizer_files import TokenizerFiles
 from engine.errors import AdapterRefused, InvalidRequest, Unavailable
 
+T = TypeVar("T")
+
 __all__ = [
     "AdapterFile",
     "AdapterFiles",
     "AdapterListing",
     "AdapterSource",
-    "SourceChanged",
     "describe",
     "open_source",
     "read_adapter_files",
     "read_chat_template",
+    "read_one_version",
 ]
 
 
@@ -89,13 +92,20 @@ def read_adapter_files(listing: AdapterListing, check: Callable[[], None] = lamb
 
 def read_chat_template(uri: str) -> str | None:
     """The adapter's own template; None: the base model's is used. Reads small files only."""
+    folder = _open_folder(uri)
+
+    def read() -> str | None:
+        return tokenizer_files.read(FileReader(folder, folder.list_files(), lambda: None)).chat_template
+
+    return read_one_version(read)
+
+
+def read_one_version(read: Callable[[], T]) -> T:
+    """`read` lists and reads files; it is called once more if they changed meanwhile."""
     for _ in range(2):
-        folder = _open_folder(uri)
-        try:
-            return tokenizer_files.read(FileReader(folder, folder.list_files(), lambda: None)).chat_template
-        except SourceChanged:
-            continue
-    raise Unavailable("the adapter's files change while they are read", retry_after_s=1.0)
+        with suppress(SourceChanged):
+            return read()
+    raise Unavailable("the adapter's files changed while they were read", retry_after_s=1.0)
 
 
 def _open_folder(uri: str) -> Folder:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-FaultKind = Literal["status", "cut", "stall", "slow", "change"]
+FaultKind = Literal["status", "cut", "stall", "slow", "change", "whole"]
 
 
 @dataclass
@@ -70,7 +71,7 @@ def serve(fake: FakeS3) -> Iterator[str]:
     class Handler(_Handler):
         s3 = fake
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -80,6 +81,13 @@ def serve(fake: FakeS3) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are expected here."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -134,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(412, "PreconditionFailed")
         content = self.s3.objects[key]
         first, last = self.headers["Range"].removeprefix("bytes=").split("-")
-        body = content[int(first) : int(last) + 1]
+        body = content if fault and fault.kind == "whole" else content[int(first) : int(last) + 1]
         headers = {
             "ETag": self.s3.etag(key),
             "Content-Range": f"bytes {first}-{int(first) + len(body) - 1}/{len(content)}",

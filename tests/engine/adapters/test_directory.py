@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.adapters.directory import DirectoryFolder, DirectorySource
 from engine.adapters.files import SourceChanged
-from engine.errors import InvalidRequest, ModelNotFound
+from engine.errors import AccessDenied, InvalidRequest, LorafleetError, ModelNotFound
 from tests.engine.adapters.adapter_dirs import write_adapter
 
 
@@ -174,3 +176,65 @@ def test_a_read_that_is_not_wanted_any_more_ends(root: Path) -> None:
 def test_a_source_that_is_no_directory_is_a_400(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         DirectorySource(str(tmp_path / "absent"))
+
+
+def refuse(error: type[OSError]) -> Callable[..., None]:
+    def call(*args: object, **kwargs: object) -> None:
+        raise error(5, "at /secret/path")
+
+    return call
+
+
+@pytest.mark.parametrize("call", ["os.scandir", "os.stat"])
+def test_a_directory_that_denies_access_says_so(
+    call: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FR-64."""
+    folder = DirectoryFolder(str(root / "a"))
+    monkeypatch.setattr(call, refuse(PermissionError))
+    with pytest.raises(AccessDenied) as caught:
+        folder.list_files()
+    assert caught.value.status == 502
+    assert "/" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "status"),
+    [("os.open", PermissionError, 502), ("os.preadv", OSError, 503)],
+)
+def test_a_file_that_cannot_be_read_is_an_error_of_its_source(
+    call: str, error: type[OSError], status: int, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FR-64."""
+    folder = DirectoryFolder(str(root / "a"))
+    file = folder.list_files().files[0]
+    monkeypatch.setattr(call, refuse(error))
+    with pytest.raises(LorafleetError) as caught:
+        folder.read(file, 0, memoryview(bytearray(10)), never)
+    assert caught.value.status == status
+    assert "/" not in caught.value.message
+
+
+def test_an_unreadable_adapter_hides_no_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_stat = os.stat
+
+    def stat(path: Any, **kwargs: Any) -> os.stat_result:
+        if f"{root}/a/" in str(path):
+            raise PermissionError
+        return real_stat(path, **kwargs)
+
+    monkeypatch.setattr("os.stat", stat)
+    assert [listing.name for listing in DirectorySource(str(root)).list_adapters()] == ["A.1", "b"]
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_not_used(root: Path) -> None:
+    """FR-63."""
+    folder = DirectoryFolder(str(root / "a"))
+    file = folder.list_files().files[1]
+    with pytest.raises(SourceChanged):
+        folder.read(
+            file,
+            0,
+            memoryview(bytearray(file.size)),
+            lambda: os.truncate(root / "a" / file.name, 0),
+        )

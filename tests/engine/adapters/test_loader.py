@@ -293,6 +293,18 @@ def test_after_close_no_result_comes_and_reads_end(make_fleet: Callable[..., Fle
     assert reads.given_up.get(timeout=WAIT_S) == "a"
 
 
+def test_a_receiver_may_close_the_loader(reads: Reads) -> None:
+    closed = threading.Event()
+
+    def on_done(result: LoadResult) -> None:
+        loader.close()
+        closed.set()
+
+    loader = AdapterLoader(BASE_T, PAGE_ELEMS, torch.float32, EngineConfig(model="unused"), on_done)
+    loader.submit(AdapterRef("a", "a", "1"))
+    assert closed.wait(WAIT_S)
+
+
 def test_real_adapters_are_loaded_and_refused(tmp_path: Path) -> None:
     """FR-26: the files may have vanished since the name was registered."""
     results: queue.Queue[LoadResult] = queue.Queue()

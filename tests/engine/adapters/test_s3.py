@@ -132,8 +132,10 @@ def test_no_name_reaches_a_key_outside_the_prefix(name: str, fake: FakeS3) -> No
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://", "s3:///a", "s3://models/a/../b", "s3://models/a//b", "s3://models/./a"]
+    "uri",
+    ["s3://", "s3:///a", "s3://no bucket/a", "s3://models/a/../b", "s3://models/a//b", "s3://models/./a"],
 )
+@pytest.mark.usefixtures("fake")
 def test_a_malformed_uri_is_a_400(uri: str) -> None:
     with pytest.raises(InvalidRequest):
         describe(uri)
@@ -172,6 +174,13 @@ def test_a_body_that_always_breaks_off_is_given_up(fake: FakeS3) -> None:
     assert caught.value.retry_after_s is not None
     assert fake.keys_got.count(WEIGHTS) == s3.MAX_RESUMES + 1
     assert_tells_nothing(caught.value)
+
+
+def test_a_server_that_ignores_ranges_is_not_believed(fake: FakeS3) -> None:
+    fake.objects[WEIGHTS] += bytes(2 << 20)
+    fake.fail("whole", WEIGHTS)
+    with pytest.raises(Unavailable):
+        load(URI)
 
 
 def test_a_slow_down_is_retried(fake: FakeS3) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine.adapters.directory import DirectorySource
-from engine.adapters.source import describe, open_source, read_adapter_files
-from engine.errors import AdapterRefused, InvalidRequest, ModelNotFound
+from engine.adapters.files import SourceChanged
+from engine.adapters.source import describe, open_source, read_adapter_files, read_one_version
+from engine.errors import AdapterRefused, InvalidRequest, ModelNotFound, Unavailable
 from tests.engine.adapters.adapter_dirs import BASE_T, load, lora_tensors, tensor_name, unpack, write_adapter
 
 
@@ -93,3 +94,17 @@ def test_a_uri_of_another_kind_is_a_400(uri: str) -> None:
 def test_a_directory_source_does_not_import_boto3() -> None:
     code = "import sys, engine.adapters.loader; sys.exit('boto3' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_files_that_keep_changing_are_a_503() -> None:
+    """FR-22: read twice, then given up."""
+    reads = []
+
+    def read() -> None:
+        reads.append(1)
+        raise SourceChanged
+
+    with pytest.raises(Unavailable) as caught:
+        read_one_version(read)
+    assert caught.value.retry_after_s is not None
+    assert len(reads) == 2
