@@ -198,13 +198,13 @@ class EngineCore:
         plan = self.scheduler.schedule(self._clock(), self.manager)
         self._apply(plan)
         self.is_stalled = not plan.chunks
-        if plan.chunks:
-            images = {digest: self.manager.image(digest) for digest, _, _ in plan.loads}
-            sampled = self._runner.execute(plan, images)
-            self.scheduler.commit(plan)
-            self.stats.steps += 1
-            for token in sampled:
-                self._on_token(token.request_id, token.token_id, token.logprob)
+        # a plan without chunks may still take weights from a slot
+        images = {digest: self.manager.image(digest) for digest, _, _ in plan.loads}
+        sampled = self._runner.execute(plan, images)
+        self.scheduler.commit(plan)
+        self.stats.steps += bool(plan.chunks)
+        for token in sampled:
+            self._on_token(token.request_id, token.token_id, token.logprob)
         if plan.loads or plan.evictions:
             self.manager.settle(self._needed())
         if self.config.debug:

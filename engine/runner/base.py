@@ -31,4 +31,4 @@ class Runner(Protocol):
         """Forget it; the request may never have been started."""
 
     def execute(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> list[SampledToken]:
-        """Run one step; a token for every chunk that samples. `images`: of the plan's loads."""
+        """Run one step, which may have no chunks; a token for every chunk that samples. `images`: of its loads."""

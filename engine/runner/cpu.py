@@ -58,6 +58,8 @@ class CpuRunner:
             self._pool[list(plan.freed_pages)] = torch.nan
         for digest, slot, page_ids in plan.loads:
             self._load(images[digest], slot, page_ids)
+        if not plan.chunks:
+            return []
         batch = build_batch(
             [
                 ScheduledTokens(c.token_ids, c.start, c.page_ids, c.adapter_slot, c.samples)
