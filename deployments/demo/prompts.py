@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+ADAPTERS_DIR = Path(__file__).parent / "adapters"
 
 
 @dataclass(frozen=True, slots=True)

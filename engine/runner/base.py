@@ -31,4 +31,7 @@ class Runner(Protocol):
         """Forget it; the request may never have been started."""
 
     def execute(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> list[SampledToken]:
-        """Run one step, which may have no chunks; a token for every chunk that samples. `images`: of its loads."""
+        """Run one step; a token for every chunk that samples.
+
+        A plan may have no chunks. `images`: of its loads.
+        """
