@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.adapters.loading import load_image
-from engine.errors import Unavailable
+from engine.errors import AdapterRefused, Unavailable
 from tests.engine.adapters.adapter_dirs import (
     BASE_T,
     PAGE_ELEMS,
+    load,
     lora_tensors,
     tensor_name,
     unpack,
@@ -52,3 +57,65 @@ def test_an_image_for_a_device_is_in_pinned_memory(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "a")
     image = load_image(str(path), BASE_T, PAGE_ELEMS, torch.bfloat16, 256, pin_memory=True)
     assert image.pages.is_pinned()
+
+
+@pytest.fixture(scope="module")
+def base_model() -> Any:
+    config = LlamaConfig(
+        hidden_size=BASE_T.hidden_size,
+        intermediate_size=BASE_T.intermediate_size,
+        num_hidden_layers=BASE_T.num_layers,
+        num_attention_heads=BASE_T.num_heads,
+        num_key_value_heads=BASE_T.num_kv_heads,
+        vocab_size=BASE_T.vocab_size,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "down_proj"], "rank_pattern": {"q_proj": 3}},
+        {"target_modules": r".*\.1\..*\.(up|gate)_proj", "use_rslora": True},
+        {"target_modules": ["k_proj"], "layers_to_transform": [1], "alpha_pattern": {"k_proj": 5}},
+        {"target_modules": ["v_proj"], "init_lora_weights": "gaussian"},
+    ],
+)
+def test_what_peft_saves_is_loaded_whole(options: dict[str, Any], base_model: Any, tmp_path: Path) -> None:
+    """FR-01, FR-02, FR-10: every module that PEFT adapted, with its rank and scale."""
+    model = get_peft_model(copy.deepcopy(base_model), LoraConfig(r=4, lora_alpha=8, **options))
+    model.save_pretrained(tmp_path)
+    report = load(tmp_path).report
+    adapted = {
+        name.removeprefix("base_model.model."): (module.r["default"], module.scaling["default"])
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
+    assert adapted
+    assert {m["name"]: (m["rank"], m["scale"]) for m in report["modules"]} == adapted
+    assert report["warnings"] == []
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"bias": "lora_only"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ],
+)
+def test_what_peft_saves_beyond_plain_lora_is_refused(
+    options: dict[str, Any], param: str, base_model: Any, tmp_path: Path
+) -> None:
+    """FR-06, FR-12, FR-14."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], **options)
+    get_peft_model(copy.deepcopy(base_model), config).save_pretrained(tmp_path)
+    with pytest.raises(AdapterRefused) as caught:
+        load(tmp_path)
+    assert caught.value.param == param
