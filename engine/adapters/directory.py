@@ -31,8 +31,12 @@ class DirectorySource:
             raise InvalidRequest(f"adapter source {root} is not a directory", param="adapter_source")
 
     def list_adapters(self) -> list[AdapterListing]:
-        with os.scandir(self._root) as entries:
-            names = sorted(entry.name for entry in entries)
+        try:
+            names = sorted(os.listdir(self._root))
+        except OSError as error:
+            raise Unavailable(
+                f"the adapter source cannot be listed ({type(error).__name__})", retry_after_s=1.0
+            ) from error
         listings = []
         for name in filter(is_adapter_name, names):
             # one unreadable directory must not hide the others
@@ -57,8 +61,7 @@ class DirectoryFolder:
 
     def list_files(self) -> AdapterListing:
         try:
-            with os.scandir(self._path) as entries:
-                names = [entry.name for entry in entries if entry.name in FILE_NAMES]
+            names = FILE_NAMES.intersection(os.listdir(self._path))
             files = [file for name in names if (file := self._stat(name)) is not None]
         except PermissionError as error:
             raise self._denied() from error

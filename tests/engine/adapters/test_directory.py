@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from engine.adapters.directory import DirectoryFolder, DirectorySource
 from engine.adapters.files import SourceChanged
-from engine.errors import AccessDenied, InvalidRequest, LorafleetError, ModelNotFound
+from engine.errors import AccessDenied, InvalidRequest, LorafleetError, ModelNotFound, Unavailable
 from tests.engine.adapters.adapter_dirs import write_adapter
 
 
@@ -185,7 +186,7 @@ def refuse(error: type[OSError]) -> Callable[..., None]:
     return call
 
 
-@pytest.mark.parametrize("call", ["os.scandir", "os.stat"])
+@pytest.mark.parametrize("call", ["os.listdir", "os.stat"])
 def test_a_directory_that_denies_access_says_so(
     call: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +226,15 @@ def test_an_unreadable_adapter_hides_no_other(root: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("os.stat", stat)
     assert [listing.name for listing in DirectorySource(str(root)).list_adapters()] == ["A.1", "b"]
+
+
+def test_a_source_that_went_away_is_a_503(root: Path) -> None:
+    """FR-64: it may come back."""
+    source = DirectorySource(str(root))
+    shutil.rmtree(root)
+    with pytest.raises(Unavailable) as caught:
+        source.list_adapters()
+    assert caught.value.retry_after_s is not None
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_not_used(root: Path) -> None:

@@ -97,12 +97,10 @@ def test_what_peft_saves_is_loaded_whole(options: dict[str, Any], base_model: An
     assert report["warnings"] == []
 
 
-@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 @pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"lora_bias": True}, "lora_bias"),
         ({"bias": "lora_only"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
