@@ -13,6 +13,12 @@ from typing import Any, Literal
 from engine.errors import InvalidRequest
 from engine.shape import ModelShape
 
+_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu",),
+}
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 
 
@@ -40,12 +46,13 @@ class ModelSpec:
 
 def load_model_spec(path_or_hub_id: str) -> ModelSpec:
     """Raises InvalidRequest, its `param` naming the config field that is not supported."""
-    # transformers imports torch; callers of the dataclasses above need neither
-    from transformers import AutoConfig
-
     path = _resolve(path_or_hub_id)
-    config = AutoConfig.from_pretrained(path).to_dict()
-    _refuse_unsupported(config)
+    _refuse_unsupported(json.loads((path / "config.json").read_bytes()), {"model_type": ("llama",)})
+    # transformers imports torch; callers of the dataclasses above need neither
+    from transformers import LlamaConfig
+
+    config = LlamaConfig.from_pretrained(path).to_dict()
+    _refuse_unsupported(config, _SUPPORTED)
     num_heads = config["num_attention_heads"]
     return ModelSpec(
         path=str(path),
@@ -81,15 +88,8 @@ def _resolve(path_or_hub_id: str) -> Path:
     return Path(snapshot_download(path_or_hub_id, allow_patterns=list(_HUB_FILES)))
 
 
-def _refuse_unsupported(config: dict[str, Any]) -> None:
-    expected: dict[str, tuple[Any, ...]] = {
-        "model_type": ("llama",),
-        "quantization_config": (None,),
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
-        "hidden_act": ("silu",),
-    }
-    for field, accepted in expected.items():
+def _refuse_unsupported(config: dict[str, Any], supported: dict[str, tuple[Any, ...]]) -> None:
+    for field, accepted in supported.items():
         value = config.get(field)
         if value not in accepted:
             raise InvalidRequest(

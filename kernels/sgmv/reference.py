@@ -31,7 +31,7 @@ def sgmv(
             continue
         x_segment = x[start:end].float()
         for projection, first, last in slices:
-            delta = torch.zeros(end - start, last - first)
+            delta = torch.zeros(end - start, last - first, device=y.device)
             for a, b in _tiles(elements, table, slot, layer, projection, x.shape[1], last - first):
                 delta += (x_segment @ a.float().T) @ b.float()
             if table.ranks[slot, layer, projection] > 0:

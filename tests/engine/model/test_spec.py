@@ -109,6 +109,7 @@ def test_rope_scaling(tmp_path: Path, scaling: dict[str, Any], want: RopeSpec) -
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"model_type": "qwen3"}, "model_type"),
+        ({"model_type": "nobody-knows"}, "model_type"),
     ],
 )
 def test_what_the_forward_pass_would_ignore_is_refused(
