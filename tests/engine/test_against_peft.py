@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,10 @@ class Setup:
         }
         self.reference = PeftReference(self.base, self.adapters)
 
-    def engine(self, **config: Any) -> Engine:
+    def engine(self, names: Iterable[str] = ADAPTERS, **config: Any) -> Engine:
         engine = Engine(EngineConfig(model=str(self.base), debug=True, **{"num_pages": 400} | config))
-        for name, path in self.adapters.items():
-            engine.load_adapter(name, str(path))
+        for name in names:
+            engine.load_adapter(name, str(self.adapters[name]))
         return engine
 
 
@@ -134,8 +134,9 @@ def test_one_slot_serves_adapters_in_turn(setup: Setup) -> None:
 
 def test_small_pool_preempts_and_evicts_without_a_trace(setup: Setup) -> None:
     """Preemption by recompute, evictions and prefix hits change no token."""
-    engine = setup.engine(num_pages=40, max_num_batched_tokens=48, max_num_seqs=8)
     names: list[str | None] = [None, "r4-all", "r8-down", "patterns", "r1-q", None, "r4-all", "r24-qv-rslora"]
+    adapters = [name for name in names if name]
+    engine = setup.engine(dict.fromkeys(adapters), num_pages=40, max_num_batched_tokens=48, max_num_seqs=8)
     prompts = [prompt(i % 3, 30) for i in range(len(names))]
     for _ in range(2):
         outputs = engine.generate(prompts, GREEDY, names)
