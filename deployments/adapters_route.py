@@ -13,10 +13,10 @@ from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from deployments.http_errors import shown
-from deployments.model_resolver import MAX_NAME_LEN, check_adapter_name
 from deployments.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from deployments.service import AdapterCatalog
 from deployments.settings import ApiSettings
+from engine.adapters.names import check_adapter_name
 from engine.errors import Conflict, InvalidRequest, ModelNotFound
 
 S3 = "s3://"
@@ -51,8 +51,6 @@ class RuntimeLoading:
         return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
 
     def _checked_name(self, name: str) -> str:
-        if len(name) > MAX_NAME_LEN:
-            raise InvalidRequest(f"lora_name has more than {MAX_NAME_LEN} characters", param="lora_name")
         check_adapter_name(name, "lora_name")
         if name in self._settings.model_names:
             raise Conflict(f"{shown(name)} is the base model's name", param="lora_name")

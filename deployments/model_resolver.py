@@ -1,30 +1,15 @@
-"""Which model a request means: the base model or an adapter. Owns the grammar of names.
-
-An adapter's name is one or more parts joined by `/`; a part holds letters, digits, `.`, `_` and `-` and
-starts with a letter, a digit or `_`. So no name is a path that leads out of its root, and none needs
-escaping in a URL, a log line or a metric label.
-"""
+"""Which model a request means: the base model or an adapter."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deployments.http_errors import shown
 from deployments.service import AdapterCatalog, AdapterRecord
-from engine.errors import InvalidRequest, ModelNotFound
+from engine.adapters.names import MAX_NAME_LEN, check_adapter_name, is_adapter_name
+from engine.errors import ModelNotFound
 from engine.request import AdapterRef
-
-MAX_NAME_LEN = 128
-_PART = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
-_NAME = re.compile(rf"{_PART}(?:/{_PART})*")
-
-
-def check_adapter_name(name: str, param: str) -> None:
-    """Raises InvalidRequest."""
-    if not _NAME.fullmatch(name):
-        raise InvalidRequest(f"{param}: {shown(name)} is not a well-formed name", param=param)
 
 
 def model_not_found(name: str) -> ModelNotFound:
@@ -69,6 +54,6 @@ class ModelResolver:
             if model.startswith(f"{base}:"):
                 return model.removeprefix(f"{base}:")
         base, colon, _ = model.rpartition(":")
-        if colon and _NAME.fullmatch(base):
+        if colon and is_adapter_name(base):
             raise model_not_found(model)
         return model

@@ -16,7 +16,7 @@ from engine.adapters.files import (
     SourceChanged,
     make_listing,
 )
-from engine.adapters.names import check_adapter_name, is_adapter_name
+from engine.adapters.names import check_adapter_name, is_folder_name
 from engine.errors import AccessDenied, InvalidRequest, ModelNotFound, Unavailable
 
 _STEP_BYTES = 4 << 20
@@ -38,7 +38,7 @@ class DirectorySource:
                 f"the adapter source cannot be listed ({type(error).__name__})", retry_after_s=1.0
             ) from error
         listings = []
-        for name in filter(is_adapter_name, names):
+        for name in filter(is_folder_name, names):
             # one unreadable directory must not hide the others
             with contextlib.suppress(ModelNotFound, AccessDenied):
                 listings.append(self.find(name))
@@ -46,6 +46,8 @@ class DirectorySource:
 
     def find(self, name: str) -> AdapterListing:
         check_adapter_name(name, param="model")
+        if not is_folder_name(name):
+            raise ModelNotFound(f"no adapter {name!r}")
         path = Path(os.path.realpath(self._root / name))
         if not path.is_relative_to(self._root):  # a link that leads out of it
             raise ModelNotFound(f"no adapter {name!r}")

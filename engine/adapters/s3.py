@@ -27,7 +27,7 @@ from botocore.exceptions import (
 from urllib3.exceptions import HTTPError
 
 from engine.adapters.files import CONFIG_FILE, AdapterFile, AdapterListing, SourceChanged, make_listing
-from engine.adapters.names import check_adapter_name, is_adapter_name
+from engine.adapters.names import check_adapter_name, is_folder_name
 from engine.errors import AccessDenied, InvalidRequest, ModelNotFound, Unavailable
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class S3Source:
         with _mapped("the adapter source"):
             for entry in _list_objects(self._bucket, root):
                 name, _, file = entry["Key"][len(root) :].partition("/")
-                if is_adapter_name(name) and file and "/" not in file:
+                if is_folder_name(name) and file and "/" not in file:
                     folders.setdefault(name, []).append(_as_file(file, entry))
         return [
             make_listing(name, self._uri(name), files)
@@ -66,6 +66,8 @@ class S3Source:
 
     def find(self, name: str) -> AdapterListing:
         check_adapter_name(name, param="model")
+        if not is_folder_name(name):
+            raise ModelNotFound(f"no adapter {name!r}")
         return S3Folder(self._uri(name)).list_files()
 
     def _uri(self, name: str) -> str:
