@@ -1,7 +1,6 @@
 """Binds the deployments: `serve run deployments.app:build model=...`, or a Serve config file."""
 
-from __future__ import annotations
-
+# annotations stay objects: Serve reads the one of `build` to validate the arguments
 import time
 from typing import Any
 

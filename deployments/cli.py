@@ -117,7 +117,7 @@ def _absolute(path: str) -> str:
 def _serve(options: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from deployments.auth import load_api_keys
+    from deployments.auth import API_KEYS_ENV, load_api_keys
     from deployments.config import AppArgs
     from deployments.launch import Listen, PortTaken, Server
 
@@ -125,6 +125,8 @@ def _serve(options: argparse.Namespace) -> int:
     keys = [*options.api_key, *filter(None, [os.environ.get(API_KEY_ENV)])]
     try:
         digests = load_api_keys(keys, options.api_key_file, os.environ)
+        for name in (API_KEY_ENV, API_KEYS_ENV):  # no other process needs the keys
+            os.environ.pop(name, None)
         args = AppArgs(**{"api_key_digests": digests, **values})
     except ValidationError as error:
         raise UsageError(_first_problem(error)) from error

@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,13 +121,15 @@ def environment(listen: Listen, given: Mapping[str, str]) -> dict[str, str]:
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": str(int(listen.uses_haproxy)),
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": str(int(listen.uses_haproxy)),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # its 30 s are for balancers in front
         # Ray's own ports are open to the network; who cannot show this token is turned away
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         # a lost engine's GPU is not held for the time of a graceful stop
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     }
-    if "RAY_ADDRESS" in given or "RAY_AUTH_MODE" in given:
+    # Ray reads these two when it is imported
+    if "RAY_ADDRESS" in given or "RAY_AUTH_MODE" in given or "ray" in sys.modules:
         del wanted["RAY_AUTH_MODE"], wanted["RAY_AUTH_TOKEN"]
     return {name: value for name, value in wanted.items() if name not in given}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 
 import pytest
 
@@ -32,7 +33,8 @@ def test_a_taken_port_is_known_before_ray_starts() -> None:
             Listen(port=other.getsockname()[1]).check_free()
 
 
-def test_rays_ports_ask_for_a_fresh_token() -> None:
+def test_rays_ports_ask_for_a_fresh_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
     one, two = environment(Listen(), {}), environment(Listen(), {})
     assert one["RAY_AUTH_MODE"] == "token"
     assert one["RAY_AUTH_TOKEN"] != two["RAY_AUTH_TOKEN"]

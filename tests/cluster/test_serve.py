@@ -1,0 +1,254 @@
+"""`lorafleet serve` as a user runs it: real engines on a tiny model, two front ends, HTTP, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from tests.tiny import ALL_LINEAR, make_adapter, make_llama
+
+pytestmark = pytest.mark.cluster
+
+KEY, ENV_KEY = "a-key-that-must-not-leak", "another-key-that-must-not-leak"
+STOP_TIMEOUT_S = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: Any
+    headers: dict[str, str]
+
+
+@dataclass(slots=True)
+class Fleet:
+    url: str
+    process: subprocess.Popen[str]
+    adapters: Path
+    ray_dir: Path
+
+    def call(self, path: str, body: Any = None, key: str = KEY) -> Answer:
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urlopen(Request(self.url + path, data, headers), timeout=60) as answer:
+                return Answer(answer.status, _body(answer.read()), dict(answer.headers))
+        except HTTPError as error:
+            return Answer(error.code, _body(error.read()), dict(error.headers))
+
+    def complete(self, model: str, **options: Any) -> Answer:
+        body = {"model": model, "prompt": "abc", "max_tokens": 8, "temperature": 0, **options}
+        return self.call("/v1/completions", body)
+
+    def text(self, model: str) -> str:
+        answer = self.complete(model)
+        assert answer.status == 200, answer.body
+        text: str = answer.body["choices"][0]["text"]
+        return text
+
+    def models(self) -> list[str]:
+        return [model["id"] for model in self.call("/v1/models").body["data"]]
+
+
+def _body(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content.decode()
+
+
+@pytest.fixture(scope="module", params=["python", "haproxy"])
+def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    root = tmp_path_factory.mktemp("serve")
+    base = make_llama(root / "base")
+    for seed, name in enumerate(("found", "named", "later")):
+        make_adapter(base, root / name, rank=4, targets=ALL_LINEAR, seed=seed)
+    (root / "source").mkdir()
+    (root / "found").rename(root / "source" / "found")
+    ray_dir = Path(tempfile.mkdtemp(prefix="lf"))  # a short path: sockets live in it
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "deployments.cli", "serve", "--model", str(base), "--port", str(port),
+        "--adapter-source", str(root / "source"), "--lora-modules", f"named={root / 'named'}",
+        "--num-replicas", "2", "--num-ingress-replicas", "2", "--proxy", request.param,
+        "--pool-bytes", "4000000", "--allow-runtime-lora-updating", "--api-key", KEY,
+    ]  # fmt: skip
+    environment = {**os.environ, "RAY_TMPDIR": str(ray_dir), "LORAFLEET_API_KEY": ENV_KEY}
+    for name in [name for name in environment if name.startswith("RAY_") and name != "RAY_TMPDIR"]:
+        del environment[name]  # of other tests
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"serving base at http://127.0.0.1:{port}/v1\n"
+            yield Fleet(f"http://127.0.0.1:{port}", process, root, ray_dir)
+            process.send_signal(signal.SIGINT)
+            process.wait(STOP_TIMEOUT_S)
+        finally:
+            process.kill()
+    shutil.rmtree(ray_dir)
+
+
+def test_base_and_adapters_answer_each_with_its_own_weights(fleet: Fleet) -> None:
+    assert fleet.models() == ["base", "found", "named"]
+    texts = {name: fleet.text(name) for name in ("base", "found", "named")}
+    assert len(set(texts.values())) == 3
+    for name, text in texts.items():
+        assert fleet.text(name) == text
+
+
+def test_a_stream_and_several_choices_and_prompts_come_through(fleet: Fleet) -> None:
+    answer = fleet.complete("found", n=2, temperature=1.0, prompt=["abc", "def"])
+    assert len(answer.body["choices"]) == 4
+    assert answer.body["usage"]["completion_tokens"] == 32
+    streamed = fleet.complete("found", stream=True).body
+    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == fleet.text("found")
+    assert streamed.rstrip().endswith("data: [DONE]")
+
+
+def test_strangers_and_unknown_models_are_turned_away(fleet: Fleet) -> None:
+    """FR-47."""
+    assert fleet.call("/v1/models", key="wrong").status == 401
+    assert fleet.call("/v1/models", key=ENV_KEY).status == 200
+    assert fleet.call("/health", key="wrong").status == 200
+    answer = fleet.complete("does-not-exist")
+    assert (answer.status, answer.body["error"]["code"]) == (404, "model_not_found")
+    assert fleet.complete("does-not-exist", stream=True).status == 404
+
+
+def test_an_adapter_loaded_through_one_front_end_is_known_to_all(fleet: Fleet) -> None:
+    """FR-58: 40 of 40 calls after the load has returned; 404 everywhere after the unload has."""
+    load = {"lora_name": "later", "lora_path": str(fleet.adapters / "later")}
+    assert fleet.complete("later").status == 404
+    assert fleet.call("/v1/load_lora_adapter", load).status == 200
+    with ThreadPoolExecutor(8) as threads:
+        lists = list(threads.map(lambda _: fleet.models(), range(20)))
+        answers = list(threads.map(lambda _: fleet.complete("later"), range(20)))
+    assert lists == [["base", "found", "later", "named"]] * 20
+    assert [answer.status for answer in answers] == [200] * 20
+    assert len({answer.body["choices"][0]["text"] for answer in answers}) == 1
+    assert fleet.call("/v1/load_lora_adapter", load).status == 409
+    assert fleet.call("/v1/unload_lora_adapter", {"lora_name": "later"}).status == 200
+    with ThreadPoolExecutor(8) as threads:
+        assert {a.status for a in threads.map(lambda _: fleet.complete("later"), range(20))} == {404}
+
+
+def test_an_upload_can_be_used_at_once(fleet: Fleet) -> None:
+    shutil.copytree(fleet.adapters / "later", fleet.adapters / "source" / "uploaded")
+    assert fleet.complete("uploaded").status == 200
+
+
+def test_a_bad_adapter_fails_its_own_requests_only(fleet: Fleet) -> None:
+    shutil.copytree(fleet.adapters / "later", fleet.adapters / "source" / "dora")
+    config = fleet.adapters / "source" / "dora" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": True}))
+    answer = fleet.complete("dora")
+    assert (answer.status, answer.body["error"]["param"]) == (400, "use_dora")
+    assert str(fleet.adapters) not in json.dumps(answer.body)
+    assert fleet.complete("found").status == 200
+
+
+def test_metrics_cover_all_replicas_and_know_the_named_adapter(fleet: Fleet) -> None:
+    """FR-71: a static adapter is resident everywhere."""
+    page = fleet.call("/metrics").body
+    loaded = [
+        line for line in page.splitlines() if line.startswith('lorafleet_adapter_loaded{adapter="named"')
+    ]
+    assert len(loaded) == 2
+    assert "vllm:lora_requests_info{" in page
+
+
+def test_a_flood_of_junk_names_leaves_the_metrics_as_they_were(fleet: Fleet) -> None:
+    """FR-72."""
+
+    def names() -> set[str]:
+        return {line.partition(" ")[0] for line in fleet.call("/metrics").body.splitlines()}
+
+    before = names()
+    with ThreadPoolExecutor(8) as threads:
+        statuses = {a.status for a in threads.map(lambda i: fleet.complete(f"junk-{i}"), range(200))}
+    assert statuses == {404}
+    assert fleet.complete("x" * 10_000).status == 404
+    assert names() == before
+
+
+def test_a_lost_engine_is_replaced_and_loses_no_adapter(fleet: Fleet) -> None:
+    """FR-59, FR-65."""
+    engines = _engine_pids(fleet.process.pid)
+    assert len(engines) == 2
+    os.kill(engines[0], signal.SIGKILL)
+    statuses = [fleet.complete("named").status for _ in range(10)]
+    assert set(statuses) <= {200, 503}
+    deadline = time.monotonic() + 60
+    while len(_engine_pids(fleet.process.pid)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert fleet.complete("named").status == 200
+
+
+def test_ctrl_c_ends_everything_and_no_key_is_in_the_logs(fleet: Fleet) -> None:
+    """The last test: it stops the server."""
+    pids = _descendants(fleet.process.pid)
+    fleet.process.send_signal(signal.SIGINT)
+    assert fleet.process.wait(STOP_TIMEOUT_S) == 0
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.1)
+    logs = [path for path in fleet.ray_dir.rglob("*") if path.is_file()]
+    assert logs
+    assert fleet.process.stdout is not None
+    texts = {path.name: path.read_bytes() for path in logs} | {"": fleet.process.stdout.read().encode()}
+    for key in (KEY.encode(), ENV_KEY.encode()):
+        assert [name for name, text in texts.items() if key in text] == []
+
+
+def _children() -> dict[int, list[int]]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    return children
+
+
+def _descendants(pid: int) -> list[int]:
+    children = _children()
+    found, queue = [], [pid]
+    while queue:
+        found.extend(below := children.get(queue.pop(), []))
+        queue.extend(below)
+    return found
+
+
+def _engine_pids(pid: int) -> list[int]:
+    pids = []
+    for child in _descendants(pid):
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"engine.process" in command:
+            pids.append(child)
+    return pids
