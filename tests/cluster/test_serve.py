@@ -62,6 +62,24 @@ class Fleet:
         text: str = answer.body["choices"][0]["text"]
         return text
 
+    def leave(self, after_s: float) -> None:
+        """Ask for a long stream and go away."""
+        body = {"model": "found", "prompt": "abc", "max_tokens": 400, "stream": True}
+        content = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        )
+        address = self.url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1])), timeout=10) as client:
+            client.sendall(head.encode() + content)
+            time.sleep(after_s)
+
+    def metric(self, name: str) -> float:
+        """Its sum over all replicas."""
+        lines = self.call("/metrics").body.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"lorafleet_{name}"))
+
     def models(self) -> list[str]:
         return [model["id"] for model in self.call("/v1/models").body["data"]]
 
@@ -122,6 +140,18 @@ def test_a_stream_and_several_choices_and_prompts_come_through(fleet: Fleet) -> 
     events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
     assert "".join(event["choices"][0]["text"] for event in events) == fleet.text("found")
     assert streamed.rstrip().endswith("data: [DONE]")
+
+
+def test_clients_that_leave_free_what_they_held(fleet: Fleet) -> None:
+    """FR-56: 60 streams cut between the request and some token; nothing is left of them."""
+    with ThreadPoolExecutor(20) as threads:
+        list(threads.map(fleet.leave, [0.001 * (i % 60) for i in range(60)]))
+    deadline = time.monotonic() + 5
+    while fleet.metric("requests_running") + fleet.metric("requests_waiting") > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert fleet.metric('pool_pages{owner="kv"') == 0
+    assert fleet.complete("found").status == 200
 
 
 def test_strangers_and_unknown_models_are_turned_away(fleet: Fleet) -> None:
