@@ -60,3 +60,31 @@ def make_adapter(base: Path, path: Path, *, rank: int, targets: list[str], seed:
                 parameter.normal_(0.0, 0.3 / parameter.shape[1] ** 0.5, generator=generator)
     peft_model.save_pretrained(path)
     return path
+
+
+def make_parrot(path: Path, cycle: bytes) -> Path:
+    """A Llama whose greedy output after any byte of `cycle` is the next one, for ever; no byte twice.
+
+    Hidden states are one-hot, attention and MLP add nothing, and the head maps each byte to its successor.
+    """
+    make_llama(path, hidden_size=256, num_hidden_layers=1)
+    model = LlamaForCausalLM.from_pretrained(path)
+    byte_at = byte_tokenizer().convert_tokens_to_ids
+    alphabet = {byte: byte_at(char) for byte, char in _byte_chars().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(256))
+        for byte, successor in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+            model.lm_head.weight[alphabet[successor], alphabet[byte]] = 1.0
+    model.save_pretrained(path)
+    return path
+
+
+def _byte_chars() -> dict[int, str]:
+    tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # every byte that UTF-8 uses, by way of text that holds it
+    text = "".join(map(chr, [*range(0x100), *range(0x800, 0xD800, 0x40), *range(0x1F600, 0x1F640)]))
+    chars = "".join(piece for piece, _ in tokenizer.pre_tokenize_str(text))
+    return dict(zip(text.encode(), chars, strict=True))
