@@ -11,18 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.plan import ScheduledChunk
 from kernels.sgmv.table import Segment
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
-    """Consecutive tokens of one sequence that run in this step: a prefill chunk or one decode token."""
-
-    token_ids: Sequence[int]
-    start_position: int  # tokens before them, whose keys and values are already in the pages
-    page_ids: Sequence[int]  # of the whole sequence, in order
-    adapter_slot: int = -1  # -1: the base model
-    wants_logits: bool = True  # of the last token
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +31,19 @@ class ForwardBatch:
     order: tuple[int, ...]  # [N]: logits row i belongs to the order[i]-th of the scheduled sequences
 
 
-def build_batch(
-    seqs: Sequence[ScheduledTokens], device: torch.device | str, page_tokens: int
-) -> ForwardBatch:
+def build_batch(seqs: Sequence[ScheduledChunk], device: torch.device | str, page_tokens: int) -> ForwardBatch:
     """`seqs` must not be empty. Everything goes to the device in one copy."""
     rows = sorted(range(len(seqs)), key=lambda i: seqs[i].adapter_slot)
     ordered = [seqs[i] for i in rows]
     query_lens = np.array([len(seq.token_ids) for seq in ordered])
     ends = query_lens.cumsum()
-    wanted = [row for row, seq in enumerate(ordered) if seq.wants_logits]
+    wanted = [row for row, seq in enumerate(ordered) if seq.samples]
     fields = {
         "token_ids": np.concatenate([seq.token_ids for seq in ordered]),
         "positions": np.concatenate([_positions(seq) for seq in ordered]),
         "kv_slots": np.concatenate([_kv_slots(seq, page_tokens) for seq in ordered]),
         "page_table": _page_table(ordered),
-        "context_lens": query_lens + [seq.start_position for seq in ordered],
+        "context_lens": query_lens + [seq.start for seq in ordered],
         "query_lens": query_lens,
         "cu_query_lens": np.concatenate(([0], ends)),
         "logits_indices": ends[wanted] - 1,
@@ -67,23 +55,23 @@ def build_batch(
     )
 
 
-def _positions(seq: ScheduledTokens) -> np.ndarray:
-    return np.arange(seq.start_position, seq.start_position + len(seq.token_ids))
+def _positions(seq: ScheduledChunk) -> np.ndarray:
+    return np.arange(seq.start, seq.start + len(seq.token_ids))
 
 
-def _kv_slots(seq: ScheduledTokens, page_tokens: int) -> np.ndarray:
+def _kv_slots(seq: ScheduledChunk, page_tokens: int) -> np.ndarray:
     pages, offsets = np.divmod(_positions(seq), page_tokens)
     return np.asarray(seq.page_ids)[pages] * page_tokens + offsets
 
 
-def _page_table(seqs: Sequence[ScheduledTokens]) -> np.ndarray:
+def _page_table(seqs: Sequence[ScheduledChunk]) -> np.ndarray:
     table = np.zeros((len(seqs), max(len(seq.page_ids) for seq in seqs)), dtype=np.int64)
     for row, seq in zip(table, seqs, strict=True):
         row[: len(seq.page_ids)] = seq.page_ids
     return table
 
 
-def _segments(seqs: Sequence[ScheduledTokens], ends: Sequence[int]) -> tuple[Segment, ...]:
+def _segments(seqs: Sequence[ScheduledChunk], ends: Sequence[int]) -> tuple[Segment, ...]:
     segments: list[Segment] = []
     start = 0
     for seq, end in zip(seqs, ends, strict=True):

@@ -12,7 +12,7 @@ from engine.model.loading import LlamaWeights
 from engine.model.spec import ModelSpec
 from engine.plan import StepPlan
 from engine.runner.base import SampledToken
-from engine.runner.batch import ScheduledTokens, build_batch
+from engine.runner.batch import build_batch
 from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import SamplingState
@@ -60,14 +60,7 @@ class CpuRunner:
             self._load(images[digest], slot, page_ids)
         if not plan.chunks:
             return []
-        batch = build_batch(
-            [
-                ScheduledTokens(c.token_ids, c.start, c.page_ids, c.adapter_slot, c.samples)
-                for c in plan.chunks
-            ],
-            "cpu",
-            self._page_tokens,
-        )
+        batch = build_batch(plan.chunks, "cpu", self._page_tokens)
         logits = self._model.forward(batch, self._pool, self._adapters)
         return self._sample(logits, [plan.chunks[i].request_id for i in batch.order])
 

@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM
 from engine.model.llama import LlamaModel
 from engine.model.loading import load_weights
 from engine.model.spec import load_model_spec
-from engine.runner.batch import ForwardBatch, ScheduledTokens, build_batch
+from engine.plan import ScheduledChunk
+from engine.runner.batch import ForwardBatch, build_batch
 from engine.shape import NUM_PROJECTIONS, PROJECTIONS
 from kernels.sgmv import AdapterViews
 from tests.kernels.tiles import Modules, TilePool, random_lora
@@ -42,9 +43,9 @@ class Prompt:
     slot: int = -1
     done: int = 0
 
-    def schedule(self, num_tokens: int) -> ScheduledTokens:
+    def schedule(self, num_tokens: int) -> ScheduledChunk:
         chunk = self.token_ids[self.done : self.done + num_tokens]
-        return ScheduledTokens(chunk, self.done, self.page_ids, self.slot)
+        return ScheduledChunk("", self.done, tuple(chunk), tuple(self.page_ids), self.slot, samples=True)
 
 
 class Bench:
@@ -179,7 +180,7 @@ def test_a_cached_prefix_serves_another_sequence(tmp_path: Path) -> None:
 def test_a_step_without_logits(tmp_path: Path) -> None:
     bench = Bench(make_llama(tmp_path), 4)
     sequence = bench.sequence(random_tokens(10, 1))
-    chunk = replace(sequence.schedule(6), wants_logits=False)
+    chunk = replace(sequence.schedule(6), samples=False)
     batch = build_batch([chunk], "cpu", bench.page_tokens)
     assert bench.model.forward(batch, bench.tiles.pool).shape == (0, 256)
     sequence.done = 6

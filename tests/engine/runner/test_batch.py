@@ -7,13 +7,20 @@ import random
 import pytest
 import torch
 
-from engine.runner.batch import ScheduledTokens, build_batch
+from engine.plan import ScheduledChunk
+from engine.runner.batch import build_batch
 from kernels.sgmv import Segment
 
 PAGE_TOKENS = 4
 
 
-def random_seqs(seed: int) -> list[ScheduledTokens]:
+def chunk(
+    token_ids: list[int], page_ids: list[int], start: int = 0, slot: int = -1, samples: bool = True
+) -> ScheduledChunk:
+    return ScheduledChunk("", start, tuple(token_ids), tuple(page_ids), slot, samples)
+
+
+def random_seqs(seed: int) -> list[ScheduledChunk]:
     rng = random.Random(seed)
     pages = rng.sample(range(1000), 400)
     seqs = []
@@ -21,12 +28,12 @@ def random_seqs(seed: int) -> list[ScheduledTokens]:
         start, length = rng.randrange(20), rng.choice([1, 1, 1, 2, 5, 17])
         num_pages = -(-(start + length) // PAGE_TOKENS) + rng.randrange(2)
         seqs.append(
-            ScheduledTokens(
-                token_ids=[rng.randrange(100) for _ in range(length)],
-                start_position=start,
-                page_ids=[pages.pop() for _ in range(num_pages)],
-                adapter_slot=rng.randrange(-1, 3),
-                wants_logits=rng.random() < 0.7,
+            chunk(
+                [rng.randrange(100) for _ in range(length)],
+                [pages.pop() for _ in range(num_pages)],
+                start=start,
+                slot=rng.randrange(-1, 3),
+                samples=rng.random() < 0.7,
             )
         )
     return seqs
@@ -41,7 +48,7 @@ def test_equals_a_walk_over_the_tokens(seed: int) -> None:
     for s, i in enumerate(rows):
         seq = seqs[i]
         for j, token_id in enumerate(seq.token_ids):
-            position = seq.start_position + j
+            position = seq.start + j
             page = seq.page_ids[position // PAGE_TOKENS]
             assert batch.token_ids[t] == token_id
             assert batch.positions[t] == position
@@ -50,10 +57,10 @@ def test_equals_a_walk_over_the_tokens(seed: int) -> None:
             t += 1
         assert batch.page_table[s, : len(seq.page_ids)].tolist() == seq.page_ids
         assert not batch.page_table[s, len(seq.page_ids) :].any()
-        assert batch.context_lens[s] == seq.start_position + len(seq.token_ids)
+        assert batch.context_lens[s] == seq.start + len(seq.token_ids)
         assert batch.query_lens[s] == len(seq.token_ids)
         bounds.append(t)
-        if seq.wants_logits:
+        if seq.samples:
             order.append(i)
             logits_indices.append(t - 1)
     assert batch.cu_query_lens.tolist() == bounds
@@ -64,7 +71,7 @@ def test_equals_a_walk_over_the_tokens(seed: int) -> None:
 
 
 def test_tokens_without_adapter_come_first_and_adapters_are_contiguous() -> None:
-    seqs = [ScheduledTokens([i], 0, [i], slot) for i, slot in enumerate([2, -1, 0, 2, -1])]
+    seqs = [chunk([i], [i], slot=slot) for i, slot in enumerate([2, -1, 0, 2, -1])]
     batch = build_batch(seqs, "cpu", PAGE_TOKENS)
     assert batch.token_ids.tolist() == [1, 4, 2, 0, 3]
     assert batch.segments == (Segment(-1, 0, 2), Segment(0, 2, 3), Segment(2, 3, 5))
@@ -72,12 +79,12 @@ def test_tokens_without_adapter_come_first_and_adapters_are_contiguous() -> None
 
 
 def test_all_tensors_are_int64() -> None:
-    batch = build_batch([ScheduledTokens([3], 0, [5])], "cpu", PAGE_TOKENS)
+    batch = build_batch([chunk([3], [5])], "cpu", PAGE_TOKENS)
     for name in ("token_ids", "positions", "kv_slots", "page_table", "context_lens", "cu_query_lens"):
         assert getattr(batch, name).dtype == torch.int64
 
 
 def test_a_step_that_only_fills_the_cache_has_no_logits() -> None:
-    batch = build_batch([ScheduledTokens([3, 4], 0, [5], wants_logits=False)], "cpu", PAGE_TOKENS)
+    batch = build_batch([chunk([3, 4], [5], samples=False)], "cpu", PAGE_TOKENS)
     assert batch.logits_indices.tolist() == []
     assert batch.order == ()
