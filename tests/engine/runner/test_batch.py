@@ -55,7 +55,7 @@ def test_equals_a_walk_over_the_tokens(seed: int) -> None:
             assert batch.kv_slots[t] == page * PAGE_TOKENS + position % PAGE_TOKENS
             slots.append(seq.adapter_slot)
             t += 1
-        assert batch.page_table[s, : len(seq.page_ids)].tolist() == seq.page_ids
+        assert batch.page_table[s, : len(seq.page_ids)].tolist() == list(seq.page_ids)
         assert not batch.page_table[s, len(seq.page_ids) :].any()
         assert batch.context_lens[s] == seq.start + len(seq.token_ids)
         assert batch.query_lens[s] == len(seq.token_ids)
