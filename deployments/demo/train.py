@@ -59,7 +59,7 @@ RECIPES = (
         rank=16,
         alpha=32,
         targets=ATTENTION,
-        learning_rate=1e-3,
+        learning_rate=5e-4,
         epochs=4,
     ),
     Recipe(
