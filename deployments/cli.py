@@ -119,7 +119,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     from deployments.auth import API_KEYS_ENV, load_api_keys
     from deployments.config import AppArgs
-    from deployments.launch import Listen, PortTaken, Server
+    from deployments.launch import Listen, Server, StartFailed
 
     values = app_values(options)
     keys = [*options.api_key, *filter(None, [os.environ.get(API_KEY_ENV)])]
@@ -141,7 +141,7 @@ def _serve(options: argparse.Namespace) -> int:
         with Server(args, listen):
             print(f"serving {args.model_names()[0]} at {listen.url}/v1", flush=True)
             wait_for_stop()
-    except PortTaken as error:
+    except StartFailed as error:
         raise UsageError(str(error)) from error
     return 0
 
@@ -169,7 +169,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     from deployments.demo.run import demo_server, print_ready, send_once
-    from deployments.launch import Listen, PortTaken
+    from deployments.launch import Listen, StartFailed
     from engine.errors import Unavailable
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -181,7 +181,7 @@ def _demo(options: argparse.Namespace) -> int:
             else:
                 print_ready(listen.url)
                 wait_for_stop()
-    except (PortTaken, Unavailable) as error:
+    except (StartFailed, Unavailable) as error:
         raise UsageError(str(error)) from error
     return 0
 

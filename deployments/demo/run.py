@@ -31,7 +31,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 @contextmanager
 def demo_server(num_replicas: int, listen: Listen) -> Iterator[None]:
-    """Raises Unavailable if the base model cannot be had, PortTaken if the port cannot."""
+    """Raises Unavailable if the base model cannot be had, StartFailed for anything else."""
     listen.check_free()
     started = time.monotonic()
     print("base model: preparing (the first time it is downloaded, about 90 MB)", flush=True)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from deployments.launch import Listen, PortTaken, environment
+from deployments.launch import Listen, StartFailed, environment
 
 
 def test_it_listens_on_this_machine_only_and_says_where() -> None:
@@ -29,7 +29,7 @@ def test_a_taken_port_is_known_before_ray_starts() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        with pytest.raises(PortTaken, match="cannot listen on"):
+        with pytest.raises(StartFailed, match="cannot listen on"):
             Listen(port=other.getsockname()[1]).check_free()
 
 
