@@ -123,11 +123,18 @@ def test_a_new_object_is_a_new_version(fake: FakeS3) -> None:
     assert describe(URI).version != before
 
 
-@pytest.mark.parametrize("name", ["../b", "..", "b/../sql", "/etc", "sql/adapter_config.json", "a\n", ""])
+@pytest.mark.parametrize("name", ["../b", "..", "b/../sql", "/etc", "a\n", ""])
 def test_no_name_reaches_a_key_outside_the_prefix(name: str, fake: FakeS3) -> None:
     """FR-30."""
     with pytest.raises(InvalidRequest):
         S3Source("s3://models/adapters/b").find(name)
+    assert fake.requests == []
+
+
+def test_a_name_of_several_parts_is_no_folder_of_the_source(fake: FakeS3) -> None:
+    """FR-30."""
+    with pytest.raises(ModelNotFound):
+        S3Source("s3://models/adapters/b").find("sql/adapter_config.json")
     assert fake.requests == []
 
 
