@@ -77,7 +77,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--allow-runtime-lora-updating", action="store_true", default=None,
         help="enable /v1/load_lora_adapter and /v1/unload_lora_adapter")  # fmt: skip
     add("--allowed-lora-prefixes", nargs="+", action="extend", metavar="PREFIX",
-        help="where run-time adapters may come from (default: anywhere)")  # fmt: skip
+        help="where run-time adapters may come from (default: the adapter source)")  # fmt: skip
     add("--catalog-file", help="keeps what was loaded and unloaded at run time")
     network = parser.add_argument_group("network")
     network.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network")
@@ -117,7 +117,7 @@ def _absolute(path: str) -> str:
 def _serve(options: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from deployments.auth import API_KEYS_ENV, load_api_keys
+    from deployments.api.auth import API_KEYS_ENV, load_api_keys
     from deployments.config import AppArgs
     from deployments.launch import Listen, Server, StartFailed
 

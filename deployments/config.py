@@ -15,7 +15,6 @@ from engine.config import EngineConfig
 from router.policy import DEFAULT_MEMORY_S, DEFAULT_SLACK
 
 _ENGINE_OPTIONS = frozenset(f.name for f in fields(EngineConfig)) - {"model", "device"}
-ANYWHERE = ["/", "s3://"]
 
 
 class RouterArgs(BaseModel):
@@ -42,7 +41,7 @@ class AppArgs(BaseModel):
 
     api_key_digests: list[str] = []  # SHA-256, hexadecimal; none: open to all
     allow_runtime_lora_updating: bool = False
-    allowed_lora_prefixes: list[str] = []  # where run-time adapters may come from; none: from anywhere
+    allowed_lora_prefixes: list[str] = []  # where run-time adapters may come from; none: the adapter source
     catalog_file: Path | None = None  # keeps run-time loads and unloads; none: the catalog's process does
 
     stream_interval_s: float = Field(default=0.02, ge=0)  # least time between two chunks of one stream
@@ -88,4 +87,6 @@ class AppArgs(BaseModel):
         return tuple(self.served_model_name) or (self.model.rstrip("/").rpartition("/")[2] or self.model,)
 
     def lora_prefixes(self) -> tuple[str, ...]:
-        return tuple(self.allowed_lora_prefixes or ANYWHERE)
+        if self.allowed_lora_prefixes or self.adapter_source is None:
+            return tuple(self.allowed_lora_prefixes)
+        return (self.adapter_source,)

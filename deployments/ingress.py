@@ -9,11 +9,11 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
-from deployments.api import build_api
+from deployments.api.build import build_api
+from deployments.api.settings import ApiSettings
 from deployments.catalog_deployment import CatalogHandle
 from deployments.catalog_view import CatalogView
 from deployments.fleet_service import FleetService
-from deployments.settings import ApiSettings
 from router.residency_router import BASE_ID
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
@@ -16,14 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config import AppArgs
 from deployments.demo.base_model import prepare_base_model
-from deployments.demo.prompts import SHOWCASES, Showcase
+from deployments.demo.prompts import ADAPTERS_DIR, SHOWCASES, Showcase
 from deployments.demo.s3 import EmbeddedS3
 from deployments.launch import Listen, Server
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-ADAPTERS = Path(__file__).parent / "adapters"
 BUCKET = "lora-adapters"
 POOL_BYTES = 512 << 20
 ANSWER_TIMEOUT_S = 120.0
@@ -37,7 +35,7 @@ def demo_server(num_replicas: int, listen: Listen) -> Iterator[None]:
     print("base model: preparing (the first time it is downloaded, about 90 MB)", flush=True)
     model = prepare_base_model()
     with EmbeddedS3() as s3:
-        uri = s3.upload(ADAPTERS, BUCKET, "demo")
+        uri = s3.upload(ADAPTERS_DIR, BUCKET, "demo")
         os.environ.update(s3.env)
         print(f"adapters: {', '.join(item.adapter for item in SHOWCASES)} in {uri}", flush=True)
         print(f"cluster: starting, engine replicas: {num_replicas}", flush=True)

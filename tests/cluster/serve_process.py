@@ -45,9 +45,9 @@ class ServeProcess:
         except HTTPError as error:
             return Answer(error.code, _body(error.read()), _headers(error.headers))
 
-    def complete(self, model: str, **options: Any) -> Answer:
+    def complete(self, model: str, key: str | None = None, **options: Any) -> Answer:
         body = {"model": model, "prompt": "abc", "max_tokens": 8, "temperature": 0, **options}
-        return self.call("/v1/completions", body)
+        return self.call("/v1/completions", body, key)
 
 
 @contextmanager

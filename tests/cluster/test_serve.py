@@ -8,53 +8,45 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.cluster.serve_process import STOP_TIMEOUT_S, Answer, ServeProcess, serving
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.cluster
 
 KEY, ENV_KEY = "a-key-that-must-not-leak", "another-key-that-must-not-leak"
-STOP_TIMEOUT_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    status: int
-    body: Any
-    headers: dict[str, str]
-
-
-@dataclass(slots=True)
 class Fleet:
-    url: str
-    process: subprocess.Popen[str]
+    server: ServeProcess
     adapters: Path
-    ray_dir: Path
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        return self.server.process
+
+    @property
+    def ray_dir(self) -> Path:
+        return self.server.ray_dir
 
     def call(self, path: str, body: Any = None, key: str = KEY) -> Answer:
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            with urlopen(Request(self.url + path, data, headers), timeout=60) as answer:
-                return Answer(answer.status, _body(answer.read()), dict(answer.headers))
-        except HTTPError as error:
-            return Answer(error.code, _body(error.read()), dict(error.headers))
+        return self.server.call(path, body, key)
 
     def complete(self, model: str, **options: Any) -> Answer:
-        body = {"model": model, "prompt": "abc", "max_tokens": 8, "temperature": 0, **options}
-        return self.call("/v1/completions", body)
+        return self.server.complete(model, key=KEY, **options)
 
     def text(self, model: str) -> str:
         answer = self.complete(model)
@@ -84,13 +76,6 @@ class Fleet:
         return [model["id"] for model in self.call("/v1/models").body["data"]]
 
 
-def _body(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except ValueError:
-        return content.decode()
-
-
 @pytest.fixture(scope="module", params=["python", "haproxy"])
 def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("serve")
@@ -99,29 +84,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         make_adapter(base, root / name, rank=4, targets=ALL_LINEAR, seed=seed)
     (root / "source").mkdir()
     (root / "found").rename(root / "source" / "found")
-    ray_dir = Path(tempfile.mkdtemp(prefix="lf"))  # a short path: sockets live in it
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable, "-m", "deployments.cli", "serve", "--model", str(base), "--port", str(port),
-        "--adapter-source", str(root / "source"), "--lora-modules", f"named={root / 'named'}",
-        "--num-replicas", "2", "--num-ingress-replicas", "2", "--proxy", request.param,
-        "--pool-bytes", "4000000", "--allow-runtime-lora-updating", "--api-key", KEY,
+    flags = [
+        "--model", str(base), "--adapter-source", str(root / "source"),
+        "--lora-modules", f"named={root / 'named'}", "--num-replicas", "2", "--num-ingress-replicas", "2",
+        "--proxy", request.param, "--pool-bytes", "4000000", "--allow-runtime-lora-updating",
+        "--allowed-lora-prefixes", str(root), "--api-key", KEY,
     ]  # fmt: skip
-    environment = {**os.environ, "RAY_TMPDIR": str(ray_dir), "LORAFLEET_API_KEY": ENV_KEY}
-    for name in [name for name in environment if name.startswith("RAY_") and name != "RAY_TMPDIR"]:
-        del environment[name]  # of other tests
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == f"serving base at http://127.0.0.1:{port}/v1\n"
-            yield Fleet(f"http://127.0.0.1:{port}", process, root, ray_dir)
-            process.send_signal(signal.SIGINT)
-            process.wait(STOP_TIMEOUT_S)
-        finally:
-            process.kill()
-    shutil.rmtree(ray_dir)
+    with serving(flags, {"LORAFLEET_API_KEY": ENV_KEY}) as server:
+        yield Fleet(server, root)
 
 
 def test_base_and_adapters_answer_each_with_its_own_weights(fleet: Fleet) -> None:

@@ -16,7 +16,7 @@ from engine.errors import AdapterRefused, Conflict, LorafleetError, ModelNotFoun
 from engine.request import AdapterRef
 from router.catalog import Catalog, Snapshot
 from router.catalog_state import CatalogState
-from tests.deployments.fake_fleet import FakeService
+from tests.deployments.api.fake_fleet import FakeService
 from tests.router.test_catalog import FakeSource
 
 

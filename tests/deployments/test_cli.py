@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deployments import cli
-from deployments.auth import digest_key
+from deployments.api.auth import digest_key
 from deployments.config import AppArgs
 from deployments.launch import Listen
 

@@ -56,9 +56,12 @@ def test_served_names_are_one_or_several_and_by_default_no_path() -> None:
     assert AppArgs(model="m", served_model_name=["a", "b"]).model_names() == ("a", "b")
 
 
-def test_runtime_adapters_may_come_from_anywhere_unless_places_are_named() -> None:
-    assert AppArgs(model="m").lora_prefixes() == ("/", "s3://")
-    assert AppArgs(model="m", allowed_lora_prefixes=["s3://b/x"]).lora_prefixes() == ("s3://b/x",)
+def test_runtime_adapters_come_from_the_source_unless_places_are_named() -> None:
+    """FR-30: a client never chooses a path of the server that nobody allowed."""
+    assert AppArgs(model="m").lora_prefixes() == ()
+    assert AppArgs(model="m", adapter_source="s3://b/p").lora_prefixes() == ("s3://b/p",)
+    args = AppArgs(model="m", adapter_source="s3://b/p", allowed_lora_prefixes=["/srv"])
+    assert args.lora_prefixes() == ("/srv",)
 
 
 def test_the_example_config_is_valid() -> None:

@@ -1,0 +1,59 @@
+"""The OpenAI-compatible HTTP application. It knows the fleet through two protocols only."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from deployments.api.adapters_route import RuntimeLoading, loading_is_off
+from deployments.api.auth import ApiKeyMiddleware
+from deployments.api.body_limit import BodyLimitMiddleware
+from deployments.api.chat import ChatCompletions
+from deployments.api.completions import Completions
+from deployments.api.http_errors import install_error_handlers
+from deployments.api.model_resolver import ModelResolver
+from deployments.api.models_route import Models
+from deployments.api.operations_route import Operations
+from deployments.api.prompts import PromptEncoder, PromptTokenizer
+from deployments.api.request_id import RequestIdMiddleware
+from deployments.api.settings import ApiSettings
+from deployments.api.tokenize_route import Tokenization
+from deployments.service import AdapterCatalog, EngineService
+
+
+def build_api(
+    service: EngineService, catalog: AdapterCatalog, tokenizer: PromptTokenizer, settings: ApiSettings
+) -> FastAPI:
+    prompts = PromptEncoder(tokenizer, settings.max_model_len)
+    resolver = ModelResolver(settings.model_names, catalog)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        prompts.close()
+
+    app = FastAPI(title="lorafleet", lifespan=lifespan)
+    models = Models(catalog, resolver, settings)
+    tokenization = Tokenization(resolver, prompts, settings)
+    operations = Operations(service)
+    app.post("/v1/chat/completions")(ChatCompletions(service, resolver, prompts).create)
+    app.post("/v1/completions")(Completions(service, resolver, prompts).create)
+    app.get("/v1/models")(models.list)
+    app.get("/v1/models/{model:path}")(models.get)
+    app.post("/tokenize")(tokenization.tokenize)
+    app.post("/detokenize")(tokenization.detokenize)
+    app.get("/health")(operations.health)
+    app.get("/metrics")(operations.metrics)
+    loading = RuntimeLoading(catalog, settings)
+    enabled = settings.allow_runtime_loading
+    app.post("/v1/load_lora_adapter")(loading.load if enabled else loading_is_off)
+    app.post("/v1/unload_lora_adapter")(loading.unload if enabled else loading_is_off)
+    install_error_handlers(app)
+    # the last one added sees a request first
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes)
+    if settings.api_key_digests:
+        app.add_middleware(ApiKeyMiddleware, digests=settings.api_key_digests)
+    app.add_middleware(RequestIdMiddleware)
+    return app

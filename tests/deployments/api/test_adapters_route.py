@@ -1,0 +1,135 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from deployments.api.adapters_route import allowed_uri
+from engine.errors import AccessDenied, AdapterRefused, InvalidRequest, ModelNotFound, Unavailable
+from tests.deployments.api.fake_fleet import BASE, FakeFleet
+
+LOAD = "/v1/load_lora_adapter"
+UNLOAD = "/v1/unload_lora_adapter"
+
+
+async def post(fleet: FakeFleet, path: str, body: dict[str, Any], enabled: bool = True) -> httpx2.Response:
+    allowed = ("s3://bucket/adapters",)
+    async with fleet.client(allow_runtime_loading=enabled, allowed_uri_prefixes=allowed) as client:
+        return await client.post(path, json=body)
+
+
+@pytest.mark.anyio
+async def test_loaded_adapter_is_listed_and_unloaded_again(fleet: FakeFleet) -> None:
+    loaded = await post(fleet, LOAD, {"lora_name": "sql", "lora_path": "s3://bucket/adapters/sql/"})
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
+    assert fleet.catalog.records["sql"].ref.uri == "s3://bucket/adapters/sql"
+    unloaded = await post(fleet, UNLOAD, {"lora_name": "sql", "lora_int_id": None})
+    assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
+    again = await post(fleet, UNLOAD, {"lora_name": "sql"})
+    assert (again.status_code, again.json()["error"]["message"]) == (
+        404,
+        "The lora adapter 'sql' cannot be found.",
+    )
+
+
+@pytest.mark.anyio
+async def test_name_in_use_needs_load_inplace(fleet: FakeFleet) -> None:
+    fleet.catalog.add("sql")
+    body = {"lora_name": "sql", "lora_path": "s3://bucket/adapters/v2"}
+    refused = await post(fleet, LOAD, body)
+    assert refused.status_code == 409
+    assert "load_inplace" in refused.json()["error"]["message"]
+    assert (await post(fleet, LOAD, {**body, "load_inplace": True})).status_code == 200
+    assert fleet.catalog.records["sql"].ref.uri == "s3://bucket/adapters/v2"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"lora_path": "s3://bucket/adapters/a"}, 400, "lora_name"),
+        ({"lora_name": "a"}, 400, "lora_path"),
+        ({"lora_name": "", "lora_path": "s3://bucket/adapters/a"}, 400, "lora_name"),
+        ({"lora_name": "../a", "lora_path": "s3://bucket/adapters/a"}, 400, "lora_name"),
+        ({"lora_name": "a" * 129, "lora_path": "s3://bucket/adapters/a"}, 400, "lora_name"),
+        ({"lora_name": BASE, "lora_path": "s3://bucket/adapters/a"}, 409, "lora_name"),
+        ({"lora_name": "a", "lora_path": "s3://other/adapters/a"}, 400, "lora_path"),
+        ({"lora_name": "a", "lora_path": "/etc"}, 400, "lora_path"),
+    ],
+)
+async def test_bad_request_names_its_field(
+    fleet: FakeFleet, body: dict[str, Any], status: int, param: str
+) -> None:
+    """FR-30."""
+    answer = await post(fleet, LOAD, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert "/etc" not in answer.text
+    assert not fleet.catalog.records
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (AdapterRefused("DoRA", param="use_dora"), 400),
+        (ModelNotFound("s3://bucket/adapters/a"), 404),
+        (AccessDenied("access denied"), 502),
+        (Unavailable("slow", retry_after_s=3), 503),
+    ],
+)
+async def test_failed_load_keeps_its_cause(fleet: FakeFleet, failure: Exception, status: int) -> None:
+    """FR-64."""
+    fleet.catalog.failure = failure
+    answer = await post(fleet, LOAD, {"lora_name": "a", "lora_path": "s3://bucket/adapters/a"})
+    assert answer.status_code == status
+    assert ("retry-after" in answer.headers) == (status == 503)
+    if status == 400:
+        assert answer.json()["error"]["param"] == "use_dora"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", [LOAD, UNLOAD])
+async def test_runtime_loading_is_off_unless_enabled(fleet: FakeFleet, path: str) -> None:
+    answer = await post(fleet, path, {"lora_name": "a", "lora_path": "s3://bucket/adapters/a"}, enabled=False)
+    assert answer.status_code == 403
+    assert "enabled" in answer.json()["error"]["message"]
+    assert not fleet.catalog.records
+
+
+def test_link_out_of_the_allowed_directory_is_refused(tmp_path: Path) -> None:
+    """FR-30."""
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    (inside / "a").mkdir(parents=True)
+    outside.mkdir()
+    (inside / "link").symlink_to(outside)
+    allowed = (str(inside),)
+    assert allowed_uri(f"{inside}/a/", allowed) == str((inside / "a").resolve())
+    for path in (inside / "link", inside / ".." / "out", tmp_path / "in2", outside):
+        with pytest.raises(InvalidRequest) as refused:
+            allowed_uri(str(path), allowed)
+        assert refused.value.param == "lora_path"
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://bucket/adapters2/a",
+        "s3://bucket",
+        "s3://bucket/adapters/../x",
+        "s3://bucket/adapters//x",
+        "bucket",
+    ],
+)
+def test_key_outside_the_allowed_prefix_is_refused(uri: str) -> None:
+    """FR-30."""
+    with pytest.raises(InvalidRequest):
+        allowed_uri(uri, ("s3://bucket/adapters/",))
+
+
+def test_without_prefixes_nothing_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest):
+        allowed_uri(str(tmp_path), ())

@@ -1,0 +1,142 @@
+"""What holds for every route: error objects, request ids, body limits; and the small routes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from engine.errors import EngineDead
+from tests.deployments.api.fake_fleet import BASE, FakeFleet
+
+pytestmark = pytest.mark.anyio
+
+JSON = {"content-type": "application/json"}
+GOOD = {"model": BASE, "prompt": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [
+        (b'{"model": ', JSON),
+        (b"", JSON),
+        (b"[1]", JSON),
+        (b"null", JSON),
+        (b'{"model": "\xff"}', JSON),
+        (b"[" * 100_000, JSON),
+        (b'{"n": ' + b"9" * 5000 + b"}", JSON),
+        (b'{"model": "acme/base", "prompt": "hi"}', {"content-type": "text/plain"}),
+        (b'{"model": "acme/base", "prompt": "hi"}', {}),
+    ],
+)
+async def test_broken_body_is_an_openai_error(
+    fleet: FakeFleet, content: bytes, headers: dict[str, str]
+) -> None:
+    async with fleet.client() as client:
+        answer = await client.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [("GET", "/nowhere", 404, "not_found"), ("GET", "/v1/completions", 405, "method_not_allowed")],
+)
+async def test_unknown_route_is_an_openai_error(
+    fleet: FakeFleet, method: str, path: str, status: int, code: str
+) -> None:
+    async with fleet.client() as client:
+        answer = await client.request(method, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+async def test_fault_of_ours_is_a_500_without_its_text(fleet: FakeFleet) -> None:
+    fleet.catalog.failure = RuntimeError("at /secret/path")
+    async with fleet.client() as client:
+        answer = await client.post("/v1/completions", json={**GOOD, "model": "sql"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert "secret" not in answer.text
+
+
+async def test_body_above_the_limit_is_a_413(fleet: FakeFleet) -> None:
+    async def undeclared() -> AsyncIterator[bytes]:
+        for _ in range(4):
+            yield b" " * 300
+
+    async with fleet.client(max_body_bytes=1000) as client:
+        declared = await client.post("/v1/completions", json={**GOOD, "prompt": "x" * 1000})
+        streamed = await client.post("/v1/completions", content=undeclared(), headers=JSON)
+        small = await client.post("/v1/completions", json=GOOD)
+    for answer in (declared, streamed):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert small.status_code == 200
+
+
+async def test_well_formed_request_id_is_kept(fleet: FakeFleet) -> None:
+    async with fleet.client() as client:
+        answer = await client.post("/v1/completions", json=GOOD, headers={"x-request-id": "trace-1.a_B"})
+    assert answer.headers["x-request-id"] == "trace-1.a_B"
+    assert answer.json()["id"] == "cmpl-trace-1.a_B"
+
+
+@pytest.mark.parametrize("request_id", [b"", b"a b", b"a" * 65, b"x;y", b"\xe9"])
+async def test_other_request_ids_are_replaced(fleet: FakeFleet, request_id: bytes) -> None:
+    async with fleet.client() as client:
+        answer = await client.post("/v1/completions", json=GOOD, headers=[(b"x-request-id", request_id)])
+    assert len(answer.headers["x-request-id"]) == 32
+
+
+async def test_equal_request_ids_are_two_requests_for_the_engine(fleet: FakeFleet) -> None:
+    async with fleet.client() as client:
+        for _ in range(2):
+            await client.post("/v1/completions", json=GOOD, headers={"x-request-id": "same"})
+    first, second = fleet.service.requests
+    assert first.request_id != second.request_id
+
+
+async def test_health_follows_the_service(fleet: FakeFleet) -> None:
+    async with fleet.client() as client:
+        well = await client.get("/health")
+        fleet.service.health = EngineDead("gone")
+        ill = await client.get("/health")
+    assert (well.status_code, ill.status_code) == (200, 503)
+    assert ill.json()["error"]["code"] == "engine_dead"
+
+
+async def test_metrics_are_prometheus_text(fleet: FakeFleet) -> None:
+    async with fleet.client() as client:
+        answer = await client.get("/metrics")
+    assert answer.text == "lorafleet_up 1\n"
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+async def test_models_list_the_base_first_and_adapters_by_name(fleet: FakeFleet) -> None:
+    """FR-58."""
+    for name in ("b", "a"):
+        fleet.catalog.add(name)
+    async with fleet.client(model_names=(BASE, "alias"), root="/models/base") as client:
+        listed = (await client.get("/v1/models")).json()
+        one = (await client.get("/v1/models/a")).json()
+        qualified = (await client.get(f"/v1/models/{BASE}:a")).json()
+        base = (await client.get(f"/v1/models/{BASE}")).json()
+    assert [card["id"] for card in listed["data"]] == [BASE, "alias", "a", "b"]
+    assert base == listed["data"][0]
+    assert base == {
+        "id": BASE, "object": "model", "created": 7, "owned_by": "lorafleet", "root": "/models/base",
+        "parent": None, "max_model_len": 100,
+    }  # fmt: skip
+    assert one == qualified == {**base, "id": "a", "root": "root/a", "parent": BASE}
+
+
+async def test_unknown_model_has_no_card(fleet: FakeFleet) -> None:
+    async with fleet.client() as client:
+        answer = await client.get("/v1/models/nope")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_openapi_describes_the_routes(fleet: FakeFleet) -> None:
+    async with fleet.client() as client:
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models"} <= set(paths)

@@ -1,0 +1,103 @@
+"""Names of models in requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.errors import Unavailable
+from tests.deployments.api.fake_fleet import BASE, FakeFleet
+
+pytestmark = pytest.mark.anyio
+
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "hi"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ("/v1/completions", {"prompt": "hi", "stream": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "stream": True}),
+]
+every_route = pytest.mark.parametrize(("path", "body"), REQUESTS)
+
+
+@every_route
+@pytest.mark.parametrize(
+    "model", ["", "nope", "org/nope", f"{BASE}:nope", f"{BASE}:", "other:sql", "a" * 10_000]
+)
+async def test_unknown_model_is_a_404_before_any_event(
+    fleet: FakeFleet, path: str, body: dict[str, Any], model: str
+) -> None:
+    """FR-47, FR-72."""
+    fleet.catalog.add("sql")
+    async with fleet.client() as client:
+        answer = await client.post(path, json={**body, "model": model})
+    assert answer.status_code == 404
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert len(answer.content) < 400
+    assert not fleet.service.requests
+
+
+@every_route
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": 5}])
+async def test_missing_model_is_a_400(
+    fleet: FakeFleet, path: str, body: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """FR-47."""
+    async with fleet.client() as client:
+        answer = await client.post(path, json={**body, **model})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "../../etc/x", "/etc/passwd", "a/../b", "a//b", "a/", "./a", ".hidden", "%2e%2e/x", "a\x00b", "a\nb",
+        "a\\b", "a b", "ä", f"{BASE}:../x", f"{BASE}:/x",
+    ],
+)  # fmt: skip
+async def test_name_outside_the_grammar_is_a_400_and_never_looked_up(fleet: FakeFleet, model: str) -> None:
+    """FR-30."""
+    async with fleet.client() as client:
+        answer = await client.post("/v1/completions", json={"prompt": "hi", "model": model})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert not fleet.catalog.resolved
+
+
+@every_route
+@pytest.mark.parametrize("model", ["sql", f"{BASE}:sql", "alias:sql"])
+async def test_adapter_answers_under_its_own_name(
+    fleet: FakeFleet, path: str, body: dict[str, Any], model: str
+) -> None:
+    """FR-47."""
+    fleet.catalog.add("sql")
+    async with fleet.client(model_names=(BASE, "alias", "tag:v1")) as client:
+        answer = await client.post(path, json={**body, "model": model})
+    adapter = fleet.service.requests[0].adapter
+    assert adapter is not None
+    assert adapter.name == "sql"
+    assert '"model":"sql"' in answer.text.replace('": "', '":"')
+
+
+@pytest.mark.parametrize("model", [BASE, "alias", "tag:v1"])
+async def test_every_base_name_means_the_base(fleet: FakeFleet, model: str) -> None:
+    async with fleet.client(model_names=(BASE, "alias", "tag:v1")) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "hi", "model": model})
+    assert answer.json()["model"] == model
+    assert fleet.service.requests[0].adapter is None
+
+
+async def test_base_name_may_hold_a_colon(fleet: FakeFleet) -> None:
+    fleet.catalog.add("sql")
+    async with fleet.client(model_names=("tag:v1",)) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "hi", "model": "tag:v1:sql"})
+    assert answer.json()["model"] == "sql"
+
+
+async def test_catalog_that_cannot_tell_is_a_503_and_not_a_404(fleet: FakeFleet) -> None:
+    """FR-58."""
+    fleet.catalog.failure = Unavailable("starting", retry_after_s=2)
+    async with fleet.client() as client:
+        answer = await client.post("/v1/completions", json={"prompt": "hi", "model": "sql"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
