@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-API_KEY_ENV = "LORAFLEET_API_KEY"
+API_KEY_ENV = "LORAFLEET_API_KEY"  # of deployments.api.auth, which is imported when it is needed
 
 _SERVE_FLAGS = (
     "model", "served_model_name", "adapter_source", "device", "num_replicas", "num_ingress_replicas",
@@ -117,16 +117,14 @@ def _absolute(path: str) -> str:
 def _serve(options: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from deployments.api.auth import API_KEYS_ENV, load_api_keys
+    from deployments.api.auth import load_api_keys
     from deployments.config import AppArgs
     from deployments.launch import Listen, Server, StartFailed
 
     values = app_values(options)
-    keys = [*options.api_key, *filter(None, [os.environ.get(API_KEY_ENV)])]
     try:
-        digests = load_api_keys(keys, options.api_key_file, os.environ)
-        for name in (API_KEY_ENV, API_KEYS_ENV):  # no other process needs the keys
-            os.environ.pop(name, None)
+        digests = load_api_keys(options.api_key, options.api_key_file, os.environ)
+        os.environ.pop(API_KEY_ENV, None)  # no other process needs the keys
         args = AppArgs(**{"api_key_digests": digests, **values})
     except ValidationError as error:
         raise UsageError(_first_problem(error)) from error

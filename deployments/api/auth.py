@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.api.http_errors import error_body
 
-API_KEYS_ENV = "LORAFLEET_API_KEYS"  # comma separated
+API_KEY_ENV = "LORAFLEET_API_KEY"  # one, or several with commas between
 OPEN_PATHS = frozenset({"/health"})
 
 
@@ -33,10 +33,10 @@ def load_api_keys(keys: Iterable[str], file: Path | None, env: Mapping[str, str]
         if not in_file:
             raise ValueError(f"{file} holds no API key")
         found += in_file
-    if API_KEYS_ENV in env:
-        in_env = [key for key in map(str.strip, env[API_KEYS_ENV].split(",")) if key]
+    if API_KEY_ENV in env:
+        in_env = [key for key in map(str.strip, env[API_KEY_ENV].split(",")) if key]
         if not in_env:
-            raise ValueError(f"{API_KEYS_ENV} holds no API key")
+            raise ValueError(f"{API_KEY_ENV} holds no API key")
         found += in_env
     if "" in found:
         raise ValueError("an API key must not be empty")

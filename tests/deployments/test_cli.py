@@ -34,8 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AppArgs, Listen]]:
     monkeypatch.setattr("deployments.launch.Server", FakeServer)
     monkeypatch.setattr(cli, "wait_for_stop", lambda: None)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    for name in ("LORAFLEET_API_KEY", "LORAFLEET_API_KEYS"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LORAFLEET_API_KEY", raising=False)
     return calls
 
 

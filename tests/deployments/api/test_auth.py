@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.api.auth import API_KEYS_ENV, digest_key, load_api_keys
+from deployments.api.auth import API_KEY_ENV, digest_key, load_api_keys
 from tests.deployments.api.fake_fleet import BASE, FakeFleet
 
 DIGESTS = (digest_key("first"), digest_key("second"))
@@ -66,7 +66,7 @@ async def test_without_keys_all_is_open(fleet: FakeFleet) -> None:
 def test_keys_come_from_all_three_places_as_digests(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# staff\n\n b \nc\n")
-    digests = load_api_keys(["a", "b"], file, {API_KEYS_ENV: "d, a"})
+    digests = load_api_keys(["a", "b"], file, {API_KEY_ENV: "d, a"})
     assert digests == tuple(map(digest_key, "abcd"))
 
 
@@ -80,6 +80,6 @@ def test_place_without_a_key_is_an_error_and_not_an_open_server(tmp_path: Path) 
     with pytest.raises(ValueError):
         load_api_keys([], empty, {})
     with pytest.raises(ValueError):
-        load_api_keys([], None, {API_KEYS_ENV: " , "})
+        load_api_keys([], None, {API_KEY_ENV: " , "})
     with pytest.raises(ValueError):
         load_api_keys([""], None, {})
