@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from openai import NotFoundError, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
@@ -205,14 +205,14 @@ async def test_cancelled_streams_leave_nothing_behind(fleet: ServeProcess) -> No
     """FR-56: 300 at once, each closed by its client between connecting and token 20; twice."""
     rng = random.Random(0)
     for _ in range(2):
-        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=300), timeout=60) as client:
+        async with httpx2.AsyncClient(limits=httpx2.Limits(max_connections=300), timeout=60) as client:
             await asyncio.gather(*(_cancelled(client, fleet.url, rng.randrange(20)) for _ in range(300)))
         async with asyncio.timeout(10):
             while not _is_quiet(fleet):  # noqa: ASYNC110  only the metrics tell
                 await asyncio.sleep(0.2)
 
 
-async def _cancelled(client: httpx.AsyncClient, url: str, num_tokens: int) -> None:
+async def _cancelled(client: httpx2.AsyncClient, url: str, num_tokens: int) -> None:
     model = "adapter" if num_tokens % 2 else "base"
     body = {"model": model, "prompt": "a", "max_tokens": 100, "stream": True}
     if num_tokens == 0:
