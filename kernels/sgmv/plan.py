@@ -6,7 +6,9 @@ will serve, so one plan serves every mix of up to `max_tokens` tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from kernels.sgmv.table import RANK_BLOCK
 
@@ -18,27 +20,35 @@ class ShrinkTile:
     rows: int  # tokens that share one read of A
     rank_blocks: int  # of one adapter, side by side in one product
     block_k: int
-    chunks: int  # block_k x chunks of K, then the partial sums leave for a plane
+    min_chunks: int  # of block_k; the sums over at least these leave for a plane of partial sums
+    max_splits: int  # planes, all of which the expand reads again for each of its tiles
     num_warps: int
     num_stages: int
-    single_rows: bool  # row blocks of one token go without tensor cores
+
+    def num_chunks(self, in_features: int) -> int:
+        return max(self.min_chunks, -(-in_features // (self.block_k * self.max_splits)))
 
     def num_splits(self, in_features: int) -> int:
-        return -(-in_features // (self.block_k * self.chunks))
+        return -(-in_features // (self.block_k * self.num_chunks(in_features)))
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandTile:
-    """A unit of work is (row block, columns of one slice)."""
+    """A unit of work is (row block, tiles of columns in one slice)."""
 
     rows: int  # tokens that share one read of B
     columns: int
+    tiles: int  # one after the other
     num_warps: int
-    num_stages: int
+
+    def num_units(self, widths: Sequence[int]) -> int:
+        """Of one row block."""
+        return sum(-(-width // (self.columns * self.tiles)) for width in widths)
 
 
 @dataclass(frozen=True, slots=True)
 class SgmvPlan:
+    kind: Literal["decode", "prefill"]
     max_tokens: int
     max_segments: int
     max_rank: int
@@ -67,17 +77,30 @@ class SgmvPlan:
 
 def decode_plan(max_tokens: int, max_rank: int) -> SgmvPlan:
     """Any mix of up to `max_tokens` tokens, each with an adapter of its own if need be."""
-    if max_tokens == 1:
-        shrink = ShrinkTile(16, 1, block_k=256, chunks=2, num_warps=4, num_stages=2, single_rows=True)
-    else:
-        shrink = ShrinkTile(16, 1, block_k=256, chunks=4, num_warps=4, num_stages=4, single_rows=True)
-    expand = ExpandTile(rows=8, columns=256, num_warps=4, num_stages=1)
-    return SgmvPlan(max_tokens, max_tokens, max_rank, shrink, expand)
+    shrink = ShrinkTile(
+        rows=8,
+        rank_blocks=1,
+        block_k=256,
+        min_chunks=4,
+        max_splits=16,
+        num_warps=4,
+        num_stages=5,  # all chunks are on their way at once
+    )
+    expand = ExpandTile(rows=4, columns=512, tiles=1, num_warps=2)
+    return SgmvPlan("decode", max_tokens, max_tokens, max_rank, shrink, expand)
 
 
 def prefill_plan(max_tokens: int, max_segments: int, max_rank: int) -> SgmvPlan:
-    """Long segments, where the product's arithmetic and the passes over x and y count."""
-    rank_blocks = min(4, 1 << (-(-max_rank // RANK_BLOCK) - 1).bit_length())
-    shrink = ShrinkTile(64, rank_blocks, block_k=128, chunks=16, num_warps=4, num_stages=4, single_rows=False)
-    expand = ExpandTile(rows=64, columns=128, num_warps=4, num_stages=1)
-    return SgmvPlan(max_tokens, max_segments, max_rank, shrink, expand)
+    """Long segments, where the arithmetic and the passes over x and y count."""
+    rank_blocks = -(-max_rank // RANK_BLOCK)
+    shrink = ShrinkTile(
+        rows=64,
+        rank_blocks=min(4, 1 << (rank_blocks - 1).bit_length()),
+        block_k=128,
+        min_chunks=8,
+        max_splits=4,
+        num_warps=4,
+        num_stages=4,
+    )
+    expand = ExpandTile(rows=32, columns=128, tiles=8, num_warps=4)
+    return SgmvPlan("prefill", max_tokens, max_segments, max_rank, shrink, expand)

@@ -6,6 +6,7 @@ A [rb, in], or of B transposed [rb, out]; contiguous, inside one page.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,6 +31,22 @@ class ColumnSlice(NamedTuple):
     projection: int
     start: int
     end: int
+
+
+class FusedModule(NamedTuple):
+    """Projections, consecutive in the table, that share an input and lie side by side in one output."""
+
+    projection: int  # the first
+    in_features: int
+    widths: tuple[int, ...]  # columns of each
+
+    @classmethod
+    def of(cls, in_features: int, slices: Sequence[ColumnSlice]) -> FusedModule:
+        first = slices[0]
+        assert first.start == 0
+        for last, following in itertools.pairwise(slices):
+            assert (following.projection, following.start) == (last.projection + 1, last.end)
+        return cls(first.projection, in_features, tuple(end - start for _, start, end in slices))
 
 
 @dataclass(frozen=True, slots=True)

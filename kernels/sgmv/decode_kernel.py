@@ -1,0 +1,192 @@
+"""Shrink and expand for decode: few tokens an adapter, so that reading A and B is the work.
+
+Each CTA walks units u, u + grid, ... and asks for the next unit's place before it works on the present one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.sgmv.tiles_kernel import RANKS, columns_of, find_block, find_item, unpack
+
+
+@triton.jit(do_not_specialize=["module", "items", "max_tokens"])
+def shrink_kernel(
+    x_ptr: tl.tensor,
+    pool_ptr: tl.tensor,
+    lists_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    planes_ptr: tl.tensor,
+    module: tl.tensor,
+    items: tl.tensor,
+    max_tokens: tl.tensor,
+    K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PLANE_RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    tl.static_assert(RANK_BLOCKS == 1)
+    COLUMNS: tl.constexpr = SLICES * PLANE_RANK
+    unit = tl.program_id(0)
+    row, rows, first, tile, slice_, split = find_item(
+        lists_ptr, tiles_ptr, unit, module, items, SPLITS, SLICES, 1
+    )
+    while rows > 0:
+        unit += tl.num_programs(0)
+        next_row, next_rows, next_first, next_tile, next_slice, next_split = find_item(
+            lists_ptr, tiles_ptr, unit, module, items, SPLITS, SLICES, 1
+        )
+        plane_ptr = planes_ptr + (split * max_tokens + row) * COLUMNS + slice_ * PLANE_RANK + first * RANKS
+        _shrink_rows(
+            plane_ptr, x_ptr + row * K, pool_ptr, tile, rows, split * (BLOCK_K * CHUNKS),
+            K, COLUMNS, CHUNKS, BLOCK_K, ROWS, ALIGN, WARPS, STAGES,
+        )  # fmt: skip
+        row, rows, first, tile = next_row, next_rows, next_first, next_tile
+        slice_, split = next_slice, next_split
+
+
+@triton.jit
+def _shrink_rows(
+    plane_ptr: tl.tensor,
+    x_row_ptr: tl.tensor,
+    pool_ptr: tl.tensor,
+    tile: tl.tensor,
+    rows: tl.tensor,
+    k0: tl.tensor,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """With tensor cores, a part of K for each warp: on one product of 16 x 16 all would do the same."""
+    offset, rank_rows = unpack(tile, ALIGN)
+    PART: tl.constexpr = BLOCK_K // WARPS
+    EVEN: tl.constexpr = K % (BLOCK_K * CHUNKS) == 0
+    t = tl.arange(0, ROWS)
+    r = tl.arange(0, RANKS)
+    k_in_block = tl.arange(0, WARPS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
+    x_mask = (t < rows)[None, :, None]
+    a_mask = (r < rank_rows)[None, :, None]
+    acc = tl.zeros([WARPS, ROWS, RANKS], tl.float32)
+    for c in tl.range(0, CHUNKS, num_stages=STAGES):
+        k = k0 + c * BLOCK_K + k_in_block
+        if EVEN:
+            x = tl.load(x_row_ptr + t[None, :, None] * K + k, mask=x_mask, other=0.0)
+            a = tl.load(pool_ptr + offset + r[None, :, None] * K + k, mask=a_mask, other=0.0)
+        else:
+            x = tl.load(x_row_ptr + t[None, :, None] * K + k, mask=x_mask & (k < K), other=0.0)
+            a = tl.load(pool_ptr + offset + r[None, :, None] * K + k, mask=a_mask & (k < K), other=0.0)
+        acc = tl.dot(x, tl.permute(a, (0, 2, 1)), acc, input_precision="ieee")
+    plane_ptrs = plane_ptr + t[:, None] * COLUMNS + r[None, :]
+    tl.store(plane_ptrs, tl.sum(acc, 0), mask=(t < rows)[:, None] & (r < rank_rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["module", "num_modules", "blocks_at", "blocks", "max_tokens"])
+def expand_kernel(
+    out_ptr: tl.tensor,
+    pool_ptr: tl.tensor,
+    lists_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    planes_ptr: tl.tensor,
+    module: tl.tensor,
+    num_modules: tl.tensor,
+    blocks_at: tl.tensor,
+    blocks: tl.tensor,
+    max_tokens: tl.tensor,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    PLANE_RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ADD: tl.constexpr,
+    ALIGN: tl.constexpr,
+) -> None:
+    """Without tensor cores: a thread owns eight columns and all ranks, so that a sum needs no exchange."""
+    tl.static_assert(ROWS == 4)
+    U0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    U1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    U2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
+    COLUMNS: tl.constexpr = (1 + (N1 > 0) + (N2 > 0)) * PLANE_RANK
+    r = tl.arange(0, RANKS)
+    t = tl.arange(0, ROWS)[None, None, :]
+    plane = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None, None]
+    blocks_ptr = lists_ptr + blocks_at
+    unit = tl.program_id(0)
+    row, rows, slot, count, tile, tile_ptr, slice_, nth = find_block(
+        blocks_ptr, tiles_ptr, unit, module, blocks, U0, U1, U2, RANK_BLOCKS
+    )
+    while rows > 0:
+        unit += tl.num_programs(0)
+        next_row, next_rows, next_slot, next_count, next_tile, next_tile_ptr, next_slice, next_nth = (
+            find_block(blocks_ptr, tiles_ptr, unit, module, blocks, U0, U1, U2, RANK_BLOCKS)
+        )
+        first, width = columns_of(slice_, N0, N1, N2, ALIGN)
+        n = nth * BLOCK_N + tl.arange(0, BLOCK_N)
+        scale = tl.load(scales_ptr + slot * num_modules + module + slice_)
+        end = width
+        if ADD:  # nothing to add where the module is absent
+            end = tl.where(tile > 0, width, 0)
+        h_ptrs = planes_ptr + (plane * max_tokens + row + t) * COLUMNS
+        h_ptrs += (slice_ * PLANE_RANK + r)[None, :, None]
+        acc0 = tl.zeros([BLOCK_N], tl.float32)
+        acc1 = acc0
+        acc2 = acc0
+        acc3 = acc0
+        for i in range(count):
+            offset, rank_rows = unpack(tile, ALIGN)
+            tile = tl.load(tile_ptr + tl.minimum(i + 1, RANK_BLOCKS - 1))
+            b_mask = (r < rank_rows)[:, None] & (n < end)[None, :]
+            b = tl.load(pool_ptr + offset + r[:, None] * width + n[None, :], mask=b_mask, other=0.0)
+            h_mask = (plane < SPLITS) & (r < rank_rows)[None, :, None] & (t < rows)
+            h = tl.sum(tl.load(h_ptrs + i * RANKS, mask=h_mask, other=0.0), 0)
+            even, odd = tl.split(tl.reshape(h, (RANKS, 2, 2)))
+            h0, h2 = tl.split(even)
+            h1, h3 = tl.split(odd)
+            if rows == 1:
+                acc0 += tl.sum(b.to(tl.float32) * h0[:, None], 0)
+            else:
+                wide = b.to(tl.float32)
+                acc0 += tl.sum(wide * h0[:, None], 0)
+                acc1 += tl.sum(wide * h1[:, None], 0)
+                acc2 += tl.sum(wide * h2[:, None], 0)
+                acc3 += tl.sum(wide * h3[:, None], 0)
+        out_ptrs = out_ptr + row * (N0 + N1 + N2) + first + n
+        _put(out_ptrs, acc0 * scale, n < end, ADD)
+        if rows > 1:
+            out_ptrs += N0 + N1 + N2
+            _put(out_ptrs, acc1 * scale, n < end, ADD)
+            out_ptrs += N0 + N1 + N2
+            _put(out_ptrs, acc2 * scale, n < tl.where(rows > 2, end, 0), ADD)
+            out_ptrs += N0 + N1 + N2
+            _put(out_ptrs, acc3 * scale, n < tl.where(rows > 3, end, 0), ADD)
+        row, rows, slot, count, tile, tile_ptr, slice_, nth = (
+            next_row, next_rows, next_slot, next_count, next_tile, next_tile_ptr, next_slice, next_nth
+        )  # fmt: skip
+
+
+@triton.jit
+def _put(
+    out_ptrs: tl.tensor,
+    delta: tl.tensor,
+    mask: tl.tensor,
+    ADD: tl.constexpr,
+) -> None:
+    if ADD:
+        delta += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, delta.to(out_ptrs.dtype.element_ty), mask=mask)

@@ -1,0 +1,148 @@
+"""Segmented LoRA branch on the GPU (Punica's SGMV, Chen et al., 2023, arXiv:2310.18547), contract as in
+`kernels.sgmv.reference`: y[t] += scale[s] * ((x[t] @ A[s].T) @ B[s].T), s the slot of t's segment.
+
+    resolve   once a step: `kernels.sgmv.lists` + AdapterTable -> where each unit's tiles lie, for all layers
+    shrink    x [T, in] -> planes [splits, T, slices x rank] fp32, partial sums over parts of K
+    expand    planes -> out [T, columns]: the planes' sum times B and the scale; stored, or added to y
+
+Resolving first keeps a unit's chain of dependent loads at two: its tile's place, then the tile. What units
+there are stands in device memory, so that one captured graph serves any batch of its bucket. No atomics:
+every sum has one order. fp32, fp16 or bf16 in and out, fp32 accumulation.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from kernels.sgmv import decode_kernel, prefill_kernel
+from kernels.sgmv.lists import blocks_start
+from kernels.sgmv.plan import SgmvPlan
+from kernels.sgmv.table import RANK_BLOCK, AdapterTable, FusedModule
+from kernels.sgmv.tiles_kernel import resolve_kernel
+
+
+def resolve(
+    plan: SgmvPlan, lists: torch.Tensor, table: AdapterTable, a_tiles: torch.Tensor, b_tiles: torch.Tensor
+) -> None:
+    """Fill a_tiles [layers x projections, max_items + 1, plan.shrink.rank_blocks] and
+    b_tiles [layers x projections, max_blocks + 1, plan.rank_blocks], both int64, up to the lists' ends.
+    """
+    _, num_layers, num_projections = table.ranks.shape
+    assert plan.rank_blocks <= table.tile_offsets.shape[-1]
+    num_tiles = max(plan.max_items * plan.shrink.rank_blocks, plan.max_blocks * plan.rank_blocks)
+    block = min(256, triton.next_power_of_2(num_tiles))
+    resolve_kernel[(num_layers * num_projections, min(4, triton.cdiv(num_tiles, block)), 2)](
+        lists,
+        table.tile_offsets,
+        table.ranks,
+        a_tiles,
+        b_tiles,
+        ITEMS=plan.max_items + 1,
+        BLOCKS=plan.max_blocks + 1,
+        ITEM_RANK_BLOCKS=plan.shrink.rank_blocks,
+        RANK_BLOCKS=plan.rank_blocks,
+        TABLE_BLOCKS=table.tile_offsets.shape[-1],
+        BLOCK=block,
+        num_warps=max(1, block // 64),
+    )
+
+
+def shrink(
+    planes: torch.Tensor,
+    x: torch.Tensor,
+    pool: torch.Tensor,
+    lists: torch.Tensor,
+    a_tiles: torch.Tensor,
+    plan: SgmvPlan,
+    module: FusedModule,
+    layer_module: int,
+    align: int,
+    num_ctas: int,
+) -> None:
+    """x [T, in] contiguous -> planes, flat, [splits, plan.max_tokens, slices x plan's rank] fp32.
+
+    Only rows and ranks that the lists name are written. `layer_module` is the first projection's row in
+    a_tiles; `align` divides every tile's offset and width. `num_ctas`: any number in decode, one a unit in
+    prefill.
+    """
+    tile = plan.shrink
+    assert x.is_contiguous()
+    assert x.shape[1] == module.in_features
+    kernel = decode_kernel.shrink_kernel if plan.kind == "decode" else prefill_kernel.shrink_kernel
+    kernel[(num_ctas,)](
+        x,
+        pool,
+        lists,
+        a_tiles,
+        planes,
+        layer_module,
+        plan.max_items + 1,
+        plan.max_tokens,
+        K=module.in_features,
+        SLICES=len(module.widths),
+        PLANE_RANK=plan.rank_blocks * RANK_BLOCK,
+        SPLITS=tile.num_splits(module.in_features),
+        CHUNKS=tile.num_chunks(module.in_features),
+        BLOCK_K=tile.block_k,
+        ROWS=tile.rows,
+        RANK_BLOCKS=tile.rank_blocks,
+        ALIGN=align,
+        WARPS=tile.num_warps,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+
+
+def expand(
+    out: torch.Tensor,
+    planes: torch.Tensor,
+    pool: torch.Tensor,
+    lists: torch.Tensor,
+    b_tiles: torch.Tensor,
+    scales: torch.Tensor,
+    plan: SgmvPlan,
+    module: FusedModule,
+    layer_module: int,
+    align: int,
+    num_ctas: int,
+    add: bool,
+) -> None:
+    """planes -> out [T, columns] contiguous. `add`: out += delta, columns of absent modules untouched;
+    otherwise (decode only) out = delta with zeros there. Rows without an adapter are never touched.
+
+    In prefill the sum of the planes passes through x's dtype, in two parts: in fp16 it must stay below 65504.
+    """
+    tile = plan.expand
+    widths = (*module.widths, 0, 0)
+    assert out.is_contiguous()
+    assert out.shape[1] == sum(widths)
+    assert len(module.widths) <= 3
+    assert add or plan.kind == "decode"
+    decode = plan.kind == "decode"
+    kernel = decode_kernel.expand_kernel if decode else prefill_kernel.expand_kernel
+    own = {"ADD": add} if decode else {"TILES": tile.tiles}
+    kernel[(num_ctas,)](
+        out,
+        pool,
+        lists,
+        b_tiles,
+        scales,
+        planes,
+        layer_module,
+        scales.shape[1] * scales.shape[2],
+        blocks_start(plan),
+        plan.max_blocks + 1,
+        plan.max_tokens,
+        N0=widths[0],
+        N1=widths[1],
+        N2=widths[2],
+        PLANE_RANK=plan.rank_blocks * RANK_BLOCK,
+        SPLITS=plan.shrink.num_splits(module.in_features),
+        RANK_BLOCKS=plan.rank_blocks,
+        ROWS=tile.rows,
+        BLOCK_N=tile.columns,
+        ALIGN=align,
+        num_warps=tile.num_warps,
+        **own,
+    )

@@ -1,0 +1,173 @@
+"""The buffers that sgmv's launches share in a step, and the two ways to run them: beside a GEMM or after it.
+
+Owns the resolved tiles, the planes of partial sums, the delta and the side stream. Knows nothing of layers'
+order, of graphs or of who fills the lists.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kernels.sgmv.lists import ListCounts, lists_size
+from kernels.sgmv.plan import SgmvPlan
+from kernels.sgmv.table import RANK_BLOCK, AdapterTable, FusedModule
+from kernels.sgmv.triton import expand, resolve, shrink
+
+_ALIGN = 16  # elements; what the widths of the usual models allow
+_CTAS_PER_SM = 16  # of a captured launch at most: more are mostly idle, and not free
+
+
+class SgmvWorkspace:
+    """For steps of up to plan.max_tokens tokens. Everything is allocated here, nothing later.
+
+    A step is: copy its lists into `lists`, `resolve()`, then `beside` or `add` for each linear in turn.
+    A graph that captured these serves every later step whose lists were written under the same plan.
+    """
+
+    def __init__(
+        self,
+        plan: SgmvPlan,
+        modules: Sequence[FusedModule],
+        pool: torch.Tensor,
+        table: AdapterTable,
+        lists: torch.Tensor | None = None,
+    ) -> None:
+        """`modules`: every one that will come. `lists`: int32 [lists_size(plan)], part of a larger copy."""
+        device = pool.device
+        self.plan = plan
+        self.lists = (
+            torch.zeros(lists_size(plan), dtype=torch.int32, device=device) if lists is None else lists
+        )
+        assert self.lists.shape == (lists_size(plan),)
+        self._pool, self._table = pool, table
+        self._num_projections = table.ranks.shape[2]
+        num_modules = table.ranks.shape[1] * self._num_projections
+        self._a_tiles, self._b_tiles = (
+            torch.zeros(num_modules, length + 1, rank_blocks, dtype=torch.int64, device=device)
+            for length, rank_blocks in (
+                (plan.max_items, plan.shrink.rank_blocks),
+                (plan.max_blocks, plan.rank_blocks),
+            )
+        )
+        self._planes = torch.empty(
+            max(_plane_elems(plan, module) for module in modules), dtype=torch.float32, device=device
+        )
+        delta_rows = plan.max_tokens if plan.kind == "decode" else 0
+        self._widest = max(modules, key=lambda module: sum(module.widths))
+        self._delta = torch.empty(delta_rows * sum(self._widest.widths), dtype=pool.dtype, device=device)
+        widths = [width for module in modules for width in (module.in_features, *module.widths)]
+        self._align = math.gcd(_ALIGN, pool.shape[1], *widths)
+        self._side = None  # interpreted kernels have no streams
+        if device.type == "cuda":
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._max_ctas = _CTAS_PER_SM * _num_sms(device)
+
+    @property
+    def num_bytes(self) -> int:
+        buffers = (self.lists, self._a_tiles, self._b_tiles, self._planes, self._delta)
+        return sum(buffer.nbytes for buffer in buffers)
+
+    def poison(self) -> None:
+        """For tests: fill what a step must not read before it has written it."""
+        self._planes.fill_(torch.nan)
+        self._delta.fill_(torch.nan)
+
+    def resolve(self) -> None:
+        """Before a step's first linear, after its lists have arrived."""
+        resolve(self.plan, self.lists, self._table, self._a_tiles, self._b_tiles)
+
+    def beside(
+        self, x: torch.Tensor, module: FusedModule, layer: int, gemm: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(gemm(), delta): the whole LoRA branch runs on the side stream, joined before this returns.
+
+        delta [tokens, columns] is valid until the next call and only in rows that have an adapter; the
+        others may hold anything.
+        """
+        assert self.plan.kind == "decode"
+        delta = self._delta[: x.shape[0] * sum(module.widths)].view(x.shape[0], -1)
+        if self._side is None:
+            self._run(delta, x, module, layer, None, add=False)
+            return gemm(), delta
+        main = torch.cuda.current_stream(x.device)
+        self._side.wait_stream(main)
+        # A cuBLAS GEMM fills an SM, so CTAs of LoRA go before or after its own. The longest GEMM leaves some
+        # SMs free, long enough for LoRA: there the GEMM goes first.
+        y = gemm() if module == self._widest else None
+        with torch.cuda.stream(self._side):
+            self._run(delta, x, module, layer, None, add=False)
+        y = gemm() if y is None else y
+        main.wait_stream(self._side)
+        return y, delta
+
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        counts: ListCounts | None = None,
+    ) -> None:
+        """y += the LoRA branch, on the current stream. `counts` fit the grids to this step, not to any."""
+        self._run(y, x, module, layer, counts, add=True)
+
+    def _run(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        counts: ListCounts | None,
+        add: bool,
+    ) -> None:
+        plan, widths = self.plan, module.widths
+        assert x.shape[0] <= plan.max_tokens
+        assert x.dtype == out.dtype == self._pool.dtype
+        items, blocks = counts or (plan.max_items, plan.max_blocks)
+        if blocks == 0:
+            return
+        max_ctas = self._max_ctas if plan.kind == "decode" else sys.maxsize
+        shrink_units = items * len(widths) * plan.shrink.num_splits(module.in_features)
+        expand_units = blocks * plan.expand.num_units(widths)
+        layer_module = layer * self._num_projections + module.projection
+        tensors = (self._pool, self.lists)
+        shrink(
+            self._planes,
+            x,
+            *tensors,
+            self._a_tiles,
+            plan,
+            module,
+            layer_module,
+            self._align,
+            min(shrink_units, max_ctas),
+        )
+        expand(
+            out,
+            self._planes,
+            *tensors,
+            self._b_tiles,
+            self._table.scales,
+            plan,
+            module,
+            layer_module,
+            self._align,
+            min(expand_units, max_ctas),
+            add,
+        )
+
+
+def _plane_elems(plan: SgmvPlan, module: FusedModule) -> int:
+    """Elements of all planes = splits of K x tokens x slices x ranks."""
+    splits = plan.shrink.num_splits(module.in_features)
+    return splits * plan.max_tokens * len(module.widths) * plan.rank_blocks * RANK_BLOCK
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # the interpreter runs one program after another
+    return torch.cuda.get_device_properties(device).multi_processor_count
