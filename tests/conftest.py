@@ -10,6 +10,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Triton kernels then run in its interpreter; it must know before anything imports it, transformers say
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # tiny models: a second thread costs more in hand-overs than it computes
 torch.set_num_threads(1)
 
