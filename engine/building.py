@@ -14,8 +14,9 @@ from engine.config import EngineConfig
 from engine.core import EngineCore, Geometry
 from engine.errors import InvalidRequest
 from engine.loop import Inbox
-from engine.model.loading import load_weights
+from engine.model.loading import LlamaWeights, load_weights
 from engine.model.spec import ModelSpec, load_model_spec
+from engine.runner.base import Runner
 from engine.runner.cpu import CpuRunner
 
 logger = logging.getLogger(__name__)
@@ -25,23 +26,16 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     """Loads end in `inbox`. Raises InvalidRequest for a model or a configuration that cannot be served."""
-    if config.device != "cpu":
-        raise InvalidRequest(f"device {config.device!r} is not supported yet", param="device")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest("this machine has no CUDA device", param="device")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     started = time.monotonic()
     spec = load_model_spec(config.model)
-    dtype = torch.float32 if config.dtype == "auto" else _DTYPES[config.dtype]
+    dtype = _dtype(config)
     geometry = plan_geometry(config, spec, dtype)
-    weights = load_weights(spec, dtype)
-    runner = CpuRunner(
-        spec,
-        weights,
-        geometry.num_pages,
-        geometry.page_tokens,
-        geometry.max_model_len,
-        poison=config.debug,
-    )
+    weights = load_weights(spec, dtype, config.device)
+    runner = _runner(config, spec, weights, geometry)
     core: EngineCore
     page_elems = spec.shape.page_elems(geometry.page_tokens)
     # the core is built after its loader, but no load can end before somebody asks for one
@@ -59,6 +53,24 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
         config.host_cache_bytes,
     )
     return core
+
+
+def _dtype(config: EngineConfig) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.float32 if config.device == "cpu" else torch.bfloat16
+    return _DTYPES[config.dtype]
+
+
+def _runner(config: EngineConfig, spec: ModelSpec, weights: LlamaWeights, geometry: Geometry) -> Runner:
+    sizes = (geometry.num_pages, geometry.page_tokens, geometry.max_model_len)
+    if config.device == "cpu":
+        return CpuRunner(spec, weights, *sizes, poison=config.debug)
+    # triton takes a second to import, and the CPU backend needs it not
+    from engine.runner.cuda import CudaRunner
+
+    runner = CudaRunner(spec, weights, config, *sizes)
+    runner.warm_up()
+    return runner
 
 
 def plan_geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> Geometry:

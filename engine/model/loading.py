@@ -43,7 +43,7 @@ class LlamaWeights:
 
 def load_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> LlamaWeights:
     """Raises InvalidRequest, its `param` naming the tensor that is missing, unknown or of a wrong shape."""
-    weights = _allocate(spec.shape, spec.tie_word_embeddings, dtype, device)
+    weights = allocate_weights(spec.shape, spec.tie_word_embeddings, dtype, device)
     missing = _destinations(spec, weights)
     for name, read in _stored_tensors(Path(spec.path)):
         if _ignored(name, spec):
@@ -70,7 +70,9 @@ def load_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str
     )
 
 
-def _allocate(shape: ModelShape, tied: bool, dtype: torch.dtype, device: torch.device | str) -> LlamaWeights:
+def allocate_weights(
+    shape: ModelShape, tied: bool, dtype: torch.dtype, device: torch.device | str
+) -> LlamaWeights:
     """Uninitialised."""
 
     def empty(*sizes: int) -> torch.Tensor:

@@ -1,0 +1,123 @@
+"""The Llama forward pass on a GPU: Triton ops over the paged pool, base products by cuBLAS.
+
+Owns the base weights. Captured in a CUDA graph it reads a step's tensors from addresses that never change.
+What it computes is specified by `engine.model.llama`.
+
+Shapes: T tokens, E hidden size, H query heads, D head size, X qkv columns, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn.functional import linear
+
+from engine.model.loading import LlamaWeights
+from engine.model.rope import rotary_table
+from engine.model.spec import ModelSpec
+from engine.shape import PROJECTIONS, ModelShape
+from kernels.paged_attention.triton import AttentionPlan, paged_attention
+from kernels.rms_norm.triton import add_rms_norm, rms_norm
+from kernels.rotary.triton import rotary_kv_write
+from kernels.sgmv.lists import ListCounts
+from kernels.sgmv.table import FusedModule
+from kernels.sgmv.workspace import SgmvWorkspace
+from kernels.silu_mul.triton import silu_mul
+
+Linear = tuple[torch.Tensor, torch.Tensor | None]  # (output, delta that is still to be added)
+
+
+class Branch(Protocol):
+    """How a step's adapters take part in a linear."""
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear: ...
+
+
+class NoAdapters:
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
+        return linear(x, weight), None
+
+
+class BesideBase:
+    """Decode: each adapter branch runs beside its base product, on a stream of its own."""
+
+    def __init__(self, workspace: SgmvWorkspace) -> None:
+        self._workspace = workspace
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
+        return self._workspace.beside(x, module, layer, lambda: linear(x, weight))
+
+
+class AfterBase:
+    """Prefill and mixed steps: in place, after the base product."""
+
+    def __init__(self, workspace: SgmvWorkspace, counts: ListCounts) -> None:
+        self._workspace = workspace
+        self._counts = counts
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
+        y = linear(x, weight)
+        self._workspace.add(y, x, module, layer, self._counts)
+        return y, None
+
+
+class CudaLlama:
+    def __init__(self, spec: ModelSpec, weights: LlamaWeights, max_model_len: int) -> None:
+        self.spec = spec
+        self.weights = weights
+        device = weights.embed.device
+        cos_PD, sin_PD = rotary_table(spec.rope, spec.shape.head_dim, max_model_len)
+        self._cos_PD, self._sin_PD = cos_PD.to(device), sin_PD.to(device)
+        self.qkv, self.o, self.gate_up, self.down = fused_modules(spec.shape)
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_slots: torch.Tensor,
+        slots: torch.Tensor,
+        page_table: torch.Tensor,
+        attention: AttentionPlan,
+        kv_pages: torch.Tensor,
+        branch: Branch,
+    ) -> torch.Tensor:
+        """Normed hidden states [T, E]; writes keys and values. `slots` [T] int32: each row's adapter slot."""
+        eps, layers = self.spec.rms_norm_eps, self.weights.layers
+        cos_TD, sin_TD = self._cos_PD[positions], self._sin_PD[positions]
+        residual_TE = self.weights.embed[token_ids]
+        h_TE = rms_norm(residual_TE, layers[0].input_norm, eps)
+        for i, layer in enumerate(layers):
+            qkv_TX, delta = branch.linear(h_TE, layer.qkv, self.qkv, i)
+            rows = slots if delta is not None else None
+            q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows)
+            o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention)
+            y_TE, delta = branch.linear(o_THD.flatten(1), layer.o, self.o, i)
+            h_TE = add_rms_norm(residual_TE, y_TE, layer.post_norm, eps, delta, rows)
+            gate_up, delta = branch.linear(h_TE, layer.gate_up, self.gate_up, i)
+            act_TI = silu_mul(gate_up, delta, rows)
+            y_TE, delta = branch.linear(act_TI, layer.down, self.down, i)
+            is_last = i + 1 == len(layers)
+            norm = self.weights.final_norm if is_last else layers[i + 1].input_norm
+            h_TE = add_rms_norm(residual_TE, y_TE, norm, eps, delta, rows)
+        return h_TE
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] in the model's dtype."""
+        return linear(hidden, self.weights.lm_head)
+
+
+def fused_modules(shape: ModelShape) -> tuple[FusedModule, FusedModule, FusedModule, FusedModule]:
+    """qkv, o, gate_up, down."""
+
+    def module(*names: str) -> FusedModule:
+        indices = [PROJECTIONS.index(name) for name in names]
+        widths = tuple(shape.widths(i).out_features for i in indices)
+        return FusedModule(indices[0], shape.widths(indices[0]).in_features, widths)
+
+    return (
+        module("q_proj", "k_proj", "v_proj"),
+        module("o_proj"),
+        module("gate_proj", "up_proj"),
+        module("down_proj"),
+    )

@@ -1,0 +1,138 @@
+"""A step's integers on their way to the GPU: one pinned buffer, one copy, views at fixed addresses.
+
+    | token_ids | positions | kv_slots | slots |     T each
+    | context_lens | cu_query_lens | rows |         S each, one more of cu_query_lens
+    | page_table |                                  S x P
+    | lists |                                       of kernels.sgmv.lists
+
+Rows past the batch are padding: token 0, no KV slot (-1), no adapter (-1), context of 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.plan import ScheduledChunk
+from kernels.sgmv.table import Segment
+
+_ALIGN = 16  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the host has to know of the step that was written."""
+
+    num_tokens: int
+    num_seqs: int
+    segments: tuple[Segment, ...]
+    sampled: tuple[str, ...]  # request of each row of logits
+
+    @property
+    def has_adapters(self) -> bool:
+        return any(segment.slot >= 0 for segment in self.segments)
+
+
+class StepInputs:
+    def __init__(
+        self,
+        max_tokens: int,
+        max_seqs: int,
+        max_pages: int,
+        lists_size: int,
+        page_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._page_tokens = page_tokens
+        fields: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+            "token_ids": (np.int64, (max_tokens,)),
+            "positions": (np.int64, (max_tokens,)),
+            "kv_slots": (np.int64, (max_tokens,)),
+            "slots": (np.int32, (max_tokens,)),
+            "context_lens": (np.int32, (max_seqs,)),
+            "cu_query_lens": (np.int32, (max_seqs + 1,)),
+            "rows": (np.int64, (max_seqs,)),
+            "page_table": (np.int32, (max_seqs, max_pages)),
+            "lists": (np.int32, (lists_size,)),
+        }
+        sizes = [int(np.prod(shape)) * np.dtype(kind).itemsize for kind, shape in fields.values()]
+        offsets = np.concatenate(([0], np.cumsum([-(-size // _ALIGN) * _ALIGN for size in sizes]))).tolist()
+        self._host = torch.zeros(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(offsets[-1], dtype=torch.uint8, device=device)
+        self.host: dict[str, np.ndarray] = {}
+        self.device: dict[str, torch.Tensor] = {}
+        for (name, (kind, shape)), offset, size in zip(fields.items(), offsets, sizes, strict=False):
+            self.host[name] = self._host[offset : offset + size].numpy().view(kind).reshape(shape)
+            dtype = getattr(torch, np.dtype(kind).name)
+            self.device[name] = self._device[offset : offset + size].view(dtype).view(shape)
+
+    def write(self, chunks: Sequence[ScheduledChunk], num_rows: int, num_seqs: int) -> Batch:
+        """Fill the host side for `num_rows` tokens of `num_seqs` sequences, padding included."""
+        order = sorted(chunks, key=lambda chunk: chunk.adapter_slot)
+        starts = np.array([chunk.start for chunk in order], np.int64)
+        lengths = np.array([len(chunk.token_ids) for chunk in order], np.int64)
+        slots = np.array([chunk.adapter_slot for chunk in order], np.int32)
+        ends = lengths.cumsum()
+        num_tokens = int(lengths.sum())
+        positions = _ranges(starts, lengths)
+        host, num = self.host, len(order)
+        _fill(host["token_ids"], _flat([c.token_ids for c in order], num_tokens), num_rows, 0)
+        _fill(host["positions"], positions, num_rows, 0)
+        _fill(host["kv_slots"], self._write_pages(order, positions, lengths), num_rows, -1)
+        _fill(host["slots"], slots.repeat(lengths), num_rows, -1)
+        _fill(host["context_lens"], starts + lengths, num_seqs, 0)
+        # every padding sequence has one query, its padding row
+        host["cu_query_lens"][: num + 1] = np.concatenate(([0], ends))
+        host["cu_query_lens"][num : num_seqs + 1] = num_tokens + np.arange(num_seqs - num + 1)
+        sampled = [i for i, chunk in enumerate(order) if chunk.samples]
+        host["rows"][: len(sampled)] = ends[sampled] - 1
+        return Batch(num_tokens, num, _segments(slots, ends), tuple(order[i].request_id for i in sampled))
+
+    def copy(self) -> None:
+        """To the device, on the current stream; the host side must not be written before it is done."""
+        self._device.copy_(self._host, non_blocking=True)
+
+    def _write_pages(
+        self, order: Sequence[ScheduledChunk], positions: np.ndarray, lengths: np.ndarray
+    ) -> np.ndarray:
+        """The page table; returns the KV slot of each token."""
+        num_pages = np.array([len(chunk.page_ids) for chunk in order], np.int64)
+        pages = _flat([chunk.page_ids for chunk in order], int(num_pages.sum()))
+        rows = np.arange(len(order)).repeat(num_pages)
+        self.host["page_table"][rows, _ranges(np.zeros_like(num_pages), num_pages)] = pages
+        first = (num_pages.cumsum() - num_pages).repeat(lengths)
+        page, offset = np.divmod(positions, self._page_tokens)
+        kv_slots: np.ndarray = pages[first + page] * self._page_tokens + offset
+        return kv_slots
+
+
+def _flat(lists: Sequence[Sequence[int]], size: int) -> np.ndarray:
+    return np.fromiter(itertools.chain.from_iterable(lists), np.int64, size)
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """starts [5, 0], lengths [2, 3] -> [5, 6, 0, 1, 2]."""
+    before = lengths.cumsum() - lengths
+    ranges: np.ndarray = np.arange(lengths.sum()) + (starts - before).repeat(lengths)
+    return ranges
+
+
+def _fill(field: np.ndarray, values: np.ndarray, size: int, padding: int) -> None:
+    field[: len(values)] = values
+    field[len(values) : size] = padding
+
+
+def _segments(slots: np.ndarray, ends: np.ndarray) -> tuple[Segment, ...]:
+    """Consecutive sequences of one slot are one segment."""
+    if len(slots) == 0:
+        return ()
+    is_last = np.append(slots[1:] != slots[:-1], True)
+    bounds = [0, *ends[is_last].tolist()]
+    return tuple(
+        Segment(slot, start, end)
+        for slot, (start, end) in zip(slots[is_last].tolist(), itertools.pairwise(bounds), strict=True)
+    )

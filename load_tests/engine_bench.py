@@ -1,0 +1,273 @@
+"""The GPU engine without HTTP: throughput and time per output token, with and without adapters.
+
+    python -m load_tests.engine_bench [--out load_tests/results]
+
+Writes h200_engine.json and h200_engine.md, each figure beside vLLM 0.26's (FlashAttention 3, torch.compile,
+CUDA graphs; measured earlier on the same kind of GPU with the same workload) and beside our goals.
+
+Model: Llama-3-8B shape, bf16, random weights. Requests are greedy and ignore EOS; adapters are all-linear and
+in host memory before the clock starts.
+
+  throughput  256 requests at once, 512 prompt tokens, 128 output tokens; output tokens per second
+  tpot        batch 1 / 64 / 256, 64 prompt tokens: (time of 144 - time of 16 output tokens) / 128
+
+Popularity: none; one adapter; 64 adapters zipf(1.0); 64 adapters, each request in turn another one; 64
+adapters zipf with ranks 8, 16, 32, 64 in turn. Seed 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.adapters.image import AdapterImage
+from engine.adapters.layout import make_layout
+from engine.adapters.loader import LoadResult
+from engine.adapters.manager import AdapterManager
+from engine.config import EngineConfig
+from engine.core import EngineCore, Geometry, TokenEvent
+from engine.loop import EngineLoop
+from engine.model.loading import LlamaWeights, allocate_weights
+from engine.model.spec import ModelSpec, RopeSpec
+from engine.request import AdapterRef, GenerateRequest
+from engine.runner.cuda import CudaRunner
+from engine.sampling_params import SamplingParams
+from engine.shape import NUM_PROJECTIONS, ModelShape
+
+SHAPE = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
+NUM_ADAPTERS = 64
+MIXED_RANKS = (8, 16, 32, 64)
+COMMAND = "python -m load_tests.engine_bench"
+MAX_MODEL_LEN = 2048
+PAGE_TOKENS = 16
+NUM_PAGES = 24_000  # of 2 MiB: 256 x 640 tokens and 64 adapters of rank 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    ranks: tuple[int, ...]  # of the adapters
+    popularity: str  # none | uniform | zipf
+
+    def draw(self, count: int) -> list[int | None]:
+        """An adapter for each request."""
+        if self.popularity == "none":
+            return [None] * count
+        adapters = range(len(self.ranks))
+        if self.popularity == "uniform":
+            return [i % len(self.ranks) for i in range(count)]
+        weights = [1.0 / (i + 1) for i in adapters]
+        return list(random.Random(0).choices(adapters, weights, k=count))
+
+
+CASES = (
+    Case("no adapter", (), "none"),
+    Case("one adapter, r16", (16,), "uniform"),
+    Case("64 adapters zipf, r16", (16,) * NUM_ADAPTERS, "zipf"),
+    Case("64 adapters distinct, r16", (16,) * NUM_ADAPTERS, "uniform"),
+    Case("64 adapters zipf, ranks 8-64", MIXED_RANKS * (NUM_ADAPTERS // len(MIXED_RANKS)), "zipf"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    vllm: float
+    must: float
+    moonshot: float | None
+
+
+GOALS = {
+    ("no adapter", "throughput"): Goal(6810, 6800, 7500),
+    ("no adapter", "prefill"): Goal(43300, 43000, None),
+    ("no adapter", "tpot, batch 1"): Goal(4.9, 4.9, 4.4),
+    ("no adapter", "tpot, batch 64"): Goal(6.1, 6.1, 5.3),
+    ("no adapter", "tpot, batch 256"): Goal(10.5, 10.5, 9.5),
+    ("one adapter, r16", "throughput"): Goal(3953, 6100, 6800),
+    ("one adapter, r16", "tpot, batch 64"): Goal(9.5, 6.7, 5.6),
+    ("64 adapters zipf, r16", "throughput"): Goal(3069, 5900, 6500),
+    ("64 adapters zipf, r16", "prefill"): Goal(20400, 38000, None),
+    ("64 adapters zipf, r16", "tpot, batch 64"): Goal(20.0, 7.3, 6.2),
+    ("64 adapters distinct, r16", "throughput"): Goal(2826, 5600, 6200),
+    ("64 adapters distinct, r16", "tpot, batch 64"): Goal(32.9, 7.9, 6.7),
+    ("64 adapters zipf, ranks 8-64", "throughput"): Goal(2629, 5500, 6200),
+    ("64 adapters zipf, ranks 8-64", "tpot, batch 64"): Goal(35.6, 8.0, 6.8),
+}
+
+
+@dataclass(slots=True)
+class HostLoader:
+    """Stands for S3: makes adapters of random weights, outside of what is timed."""
+
+    ranks: dict[str, int]
+    done: list[LoadResult] = field(default_factory=list)
+    _images: dict[int, AdapterImage] = field(default_factory=dict)
+
+    def submit(self, ref: AdapterRef) -> None:
+        rank = self.ranks[ref.name]
+        if rank not in self._images:
+            self._images[rank] = random_image(rank)
+        # equal bytes under another digest: pages of their own in the pool
+        self.done.append(LoadResult(ref, replace(self._images[rank], digest=ref.name), None, 0.0))
+
+    def close(self) -> None: ...
+
+
+class Bench:
+    def __init__(self, runner: CudaRunner, config: EngineConfig, case: Case) -> None:
+        self.case = case
+        page_bytes = SHAPE.page_elems(PAGE_TOKENS) * 2
+        geometry = Geometry(NUM_PAGES, PAGE_TOKENS, page_bytes, MAX_MODEL_LEN, SHAPE.vocab_size, ())
+        self._refs = [AdapterRef(f"{case.name}/{i}", "random", str(i)) for i in range(len(case.ranks))]
+        ranks = {ref.name: rank for ref, rank in zip(self._refs, case.ranks, strict=True)}
+        self._loader = HostLoader(ranks)
+        manager = AdapterManager(self._loader, config.host_cache_bytes, len(case.ranks) or 1)
+        self.core = EngineCore(config, geometry, runner, manager, time.monotonic)
+        self._loop = EngineLoop(self.core, queue.SimpleQueue())
+        self._num_runs = 0
+        for ref in self._refs:
+            self.core.prefetch(ref)
+        for result in self._loader.done:
+            self.core.on_loaded(result)
+
+    def run(self, num_requests: int, num_prompt: int, num_output: int) -> float:
+        """Seconds from the first request to the last token."""
+        rng = random.Random(self._num_runs)
+        self._num_runs += 1
+        params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, seed=0)
+        requests = [
+            GenerateRequest(
+                f"{self._num_runs}-{i}",
+                tuple(rng.randrange(SHAPE.vocab_size) for _ in range(num_prompt)),
+                params,
+                None if adapter is None else self._refs[adapter],
+            )
+            for i, adapter in enumerate(self.case.draw(num_requests))
+        ]
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for request in requests:
+            self.core.add_request(request)
+        num_tokens = 0
+        while not self.core.is_idle:
+            events = self._loop.turn(0.0)
+            num_tokens += sum(isinstance(event, TokenEvent) and event.error is None for event in events)
+        assert num_tokens == num_requests * num_output
+        return time.perf_counter() - started
+
+
+def random_image(rank: int) -> AdapterImage:
+    ranks = {(i, p): rank for i in range(SHAPE.num_layers) for p in range(NUM_PROJECTIONS)}
+    layout = make_layout(SHAPE, ranks, SHAPE.page_elems(PAGE_TOKENS))
+    offsets = torch.full((SHAPE.num_layers, NUM_PROJECTIONS, 2, -(-rank // 16)), -1, dtype=torch.int64)
+    for tile in layout.tiles:
+        offsets[tile.layer, tile.projection, tile.side, tile.block] = tile.offset
+    pages = torch.empty(
+        layout.num_pages, SHAPE.page_elems(PAGE_TOKENS), dtype=torch.bfloat16, pin_memory=True
+    )
+    pages.normal_(0.0, 0.02)
+    modules = (SHAPE.num_layers, NUM_PROJECTIONS)
+    return AdapterImage(
+        digest="",
+        pages=pages,
+        tile_offsets=offsets,
+        ranks=torch.full(modules, rank, dtype=torch.int32),
+        scales=torch.full(modules, 0.1),
+        report={},
+        chat_template=None,
+    )
+
+
+def random_weights() -> LlamaWeights:
+    weights = allocate_weights(SHAPE, False, torch.bfloat16, "cuda")
+    for tensor in (weights.embed, weights.lm_head):
+        tensor.normal_(0.0, 0.02)
+    for layer in weights.layers:
+        for tensor in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            tensor.normal_(0.0, 0.02)
+        layer.input_norm.fill_(1.0)
+        layer.post_norm.fill_(1.0)
+    weights.final_norm.fill_(1.0)
+    return weights
+
+
+def measure(bench: Bench) -> list[dict[str, Any]]:
+    bench.run(64, 64, 8)  # adapters into the pool
+    seconds = bench.run(256, 512, 128)
+    rows = [{"case": bench.case.name, "metric": "throughput", "value": 256 * 128 / seconds, "unit": "tok/s"}]
+    seconds = bench.run(64, 2048 - 16, 1)
+    rows.append({"case": bench.case.name, "metric": "prefill", "value": 64 * 2032 / seconds, "unit": "tok/s"})
+    for batch in (1, 64, 256):
+        ms = (bench.run(batch, 64, 144) - bench.run(batch, 64, 16)) / 128 * 1e3
+        rows.append({"case": bench.case.name, "metric": f"tpot, batch {batch}", "value": ms, "unit": "ms"})
+    return rows
+
+
+def write_results(rows: list[dict[str, Any]], conditions: dict[str, str], directory: Path) -> None:
+    for row in rows:
+        goal = GOALS.get((row["case"], row["metric"]))
+        row |= asdict(goal) if goal else {"vllm": None, "must": None, "moonshot": None}
+    (directory / "h200_engine.json").write_text(
+        json.dumps({"command": COMMAND, "conditions": conditions, "rows": rows}, indent=2) + "\n"
+    )
+    lines = [
+        "# The engine on one H200",
+        "",
+        f"{', '.join(conditions.values())}. Written by `{COMMAND}`, which says what is measured.",
+        "vLLM is 0.26, measured earlier on the same kind of GPU with the same workload.",
+        "",
+        "| case | metric | unit | lorafleet | vLLM | must | moonshot |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        known = [row["vllm"], row["must"], row["moonshot"]]
+        cells = [
+            row["case"],
+            row["metric"],
+            row["unit"],
+            f"{row['value']:.0f}" if row["value"] >= 1000 else f"{row['value']:.2f}",
+        ]
+        cells += ["" if value is None else f"{value:g}" for value in known]
+        lines.append(f"| {' | '.join(cells)} |")
+    (directory / "h200_engine.md").write_text("\n".join(lines) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    config = EngineConfig(
+        model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
+        max_adapters=NUM_ADAPTERS, host_cache_bytes=64 << 30, prefix_cache=False,
+    )  # fmt: skip
+    spec = ModelSpec("random", SHAPE, 1e-5, RopeSpec(500_000.0), False, 8192, (), None)
+    weights = random_weights()
+    rows: list[dict[str, Any]] = []
+    conditions = {"gpu": torch.cuda.get_device_name(), "torch": f"torch {torch.__version__}"}
+    for case in CASES:
+        # a pool of its own for each case: adapters of the one before must not be there
+        begun = time.perf_counter()
+        runner = CudaRunner(spec, weights, config, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
+        runner.warm_up()
+        print(f"{case.name}: graphs captured in {time.perf_counter() - begun:.1f} s", flush=True)
+        rows += measure(Bench(runner, config, case))
+        for row in rows[-5:]:
+            print(f"{row['case']:30} {row['metric']:16} {row['value']:10.2f} {row['unit']}", flush=True)
+        del runner
+        torch.cuda.empty_cache()
+    if args.out:
+        write_results(rows, conditions, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

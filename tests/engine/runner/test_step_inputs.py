@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from engine.plan import ScheduledChunk
+from engine.runner.batch import build_batch
+from engine.runner.step_inputs import StepInputs
+
+PAGE_TOKENS = 4
+
+
+def inputs() -> StepInputs:
+    return StepInputs(64, 16, 20, 8, PAGE_TOKENS, torch.device("cpu"))
+
+
+def random_chunks(seed: int) -> list[ScheduledChunk]:
+    rng = random.Random(seed)
+    pages = rng.sample(range(1000), 300)
+    chunks = []
+    for i in range(rng.randint(1, 9)):
+        start, length = rng.randrange(20), rng.choice([1, 1, 1, 2, 5])
+        page_ids = tuple(pages.pop() for _ in range(-(-(start + length) // PAGE_TOKENS)))
+        token_ids = tuple(rng.randrange(100) for _ in range(length))
+        chunks.append(
+            ScheduledChunk(str(i), start, token_ids, page_ids, rng.randrange(-1, 3), rng.random() < 0.7)
+        )
+    return chunks
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_equals_the_cpu_backends_batch(seed: int) -> None:
+    chunks = random_chunks(seed)
+    step = inputs()
+    for stale in step.host.values():
+        stale[...] = 77
+    num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    batch = step.write(chunks, num_tokens, len(chunks))
+    expected = build_batch(chunks, "cpu", PAGE_TOKENS)
+    for name in ("token_ids", "positions", "kv_slots", "context_lens", "cu_query_lens"):
+        want = getattr(expected, name).numpy()
+        assert step.host[name][: len(want)].tolist() == want.tolist(), name
+    assert batch.segments == expected.segments
+    assert batch.sampled == tuple(chunks[i].request_id for i in expected.order)
+    assert step.host["rows"][: len(batch.sampled)].tolist() == expected.logits_indices.tolist()
+    for row, context in enumerate(expected.context_lens.tolist()):
+        pages = -(-context // PAGE_TOKENS)
+        assert step.host["page_table"][row, :pages].tolist() == expected.page_table[row, :pages].tolist()
+    assert batch.has_adapters == any(chunk.adapter_slot >= 0 for chunk in chunks)
+
+
+def test_padding_writes_nothing_and_has_no_adapter() -> None:
+    """FR-39."""
+    step = inputs()
+    for stale in step.host.values():
+        stale[...] = 5
+    chunk = ScheduledChunk("r", 6, (9,), (3, 4), 2, samples=True)
+    step.write([chunk], 8, 8)
+    assert step.host["kv_slots"][:8].tolist() == [4 * PAGE_TOKENS + 2] + [-1] * 7
+    assert step.host["slots"][:8].tolist() == [2] + [-1] * 7
+    assert step.host["context_lens"][:8].tolist() == [7] + [0] * 7
+    assert step.host["cu_query_lens"][:9].tolist() == list(range(9))
+    assert step.write([], 8, 8).segments == ()
+
+
+def test_the_copy_carries_every_field() -> None:
+    step = inputs()
+    for i, field in enumerate(step.host.values()):
+        field[...] = i + 1
+    step.copy()
+    for i, copied in enumerate(step.device.values()):
+        assert (copied == i + 1).all()
+
+
+def test_a_large_decode_batch_is_written_quickly() -> None:
+    step = StepInputs(256, 256, 128, 8, 16, torch.device("cpu"))
+    chunks = [ScheduledChunk(str(i), 639, (1,), tuple(range(40)), i % 64, True) for i in range(256)]
+    seconds = []
+    for _ in range(10):
+        started = time.perf_counter()
+        step.write(chunks, 256, 256)
+        seconds.append(time.perf_counter() - started)
+    assert np.median(seconds) < 0.02
