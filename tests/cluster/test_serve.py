@@ -76,8 +76,8 @@ class Fleet:
         return [model["id"] for model in self.call("/v1/models").body["data"]]
 
 
-@pytest.fixture(scope="module", params=["python", "haproxy"])
-def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     root = tmp_path_factory.mktemp("serve")
     base = make_llama(root / "base")
     for seed, name in enumerate(("found", "named", "later")):
@@ -87,7 +87,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     flags = [
         "--model", str(base), "--adapter-source", str(root / "source"),
         "--lora-modules", f"named={root / 'named'}", "--num-replicas", "2", "--num-ingress-replicas", "2",
-        "--proxy", request.param, "--pool-bytes", "4000000", "--allow-runtime-lora-updating",
+        "--proxy", "python", "--pool-bytes", "4000000", "--allow-runtime-lora-updating",
         "--allowed-lora-prefixes", str(root), "--api-key", KEY,
     ]  # fmt: skip
     with serving(flags, {"LORAFLEET_API_KEY": ENV_KEY}) as server:
@@ -122,6 +122,25 @@ def test_clients_that_leave_free_what_they_held(fleet: Fleet) -> None:
         time.sleep(0.1)
     assert fleet.metric('pool_pages{owner="kv"') == 0
     assert fleet.complete("found").status == 200
+
+
+def test_haproxy_carries_answers_streams_errors_and_departures(tmp_path: Path) -> None:
+    """FR-47, FR-56: the proxy of servers that are open to the network; one engine is enough for it."""
+    base = make_llama(tmp_path / "base")
+    found = make_adapter(base, tmp_path / "found", rank=4, targets=ALL_LINEAR, seed=0)
+    flags = [
+        "--model", str(base), "--lora-modules", f"found={found}", "--proxy", "haproxy",
+        "--pool-bytes", "4000000", "--api-key", KEY,
+    ]  # fmt: skip
+    with serving(flags) as server:
+        fleet = Fleet(server, tmp_path)
+        streamed = fleet.complete("found", stream=True).body
+        events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == fleet.text("found")
+        assert fleet.text("found") != fleet.text("base")
+        assert fleet.complete("does-not-exist", stream=True).status == 404
+        assert fleet.call("/v1/models", key="wrong").status == 401
+        test_clients_that_leave_free_what_they_held(fleet)
 
 
 def test_strangers_and_unknown_models_are_turned_away(fleet: Fleet) -> None:
