@@ -53,7 +53,12 @@ def demo_server(num_replicas: int, listen: Listen) -> Iterator[None]:
 
 def print_ready(url: str) -> None:
     for item in SHOWCASES:
-        body = {"model": item.adapter, "messages": _messages(item), "max_tokens": item.max_tokens}
+        body = {
+            "model": item.adapter,
+            "messages": _messages(item),
+            "max_tokens": item.max_tokens,
+            "temperature": 0,
+        }
         quoted = json.dumps(body).replace("'", "'\\''")
         print(f"\ncurl {url}/v1/chat/completions -H 'content-type: application/json' \\\n  -d '{quoted}'")
     print("\nCtrl-C stops it.", flush=True)
