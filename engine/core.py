@@ -22,7 +22,7 @@ from engine.errors import (
     RequestTooLarge,
     Unavailable,
 )
-from engine.memory import PoolMemory
+from engine.memory import Eviction, PoolMemory
 from engine.plan import StepPlan
 from engine.request import AdapterRef, FinishReason, GenerateRequest, TokenLogprob
 from engine.runner.base import Runner
@@ -278,11 +278,8 @@ class EngineCore:
             stats.host_hits += 1
 
     def _apply(self, plan: StepPlan) -> None:
-        names = {digest: name for name, digest in self.manager.names.items()}
-        for eviction in plan.evictions:
-            self.stats.hbm_evictions[eviction.cause.value] += 1
-            if eviction.digest in names:
-                self.stats.adapter(names[eviction.digest]).evictions += 1
+        if plan.evictions:
+            self._count_evictions(plan.evictions)
         for digest in plan.missing:
             self.manager.want_again(digest)
         self.stats.preemptions += len(plan.preempted)
@@ -292,6 +289,13 @@ class EngineCore:
             if seq.num_outputs == 0:
                 stats.prompt_tokens += len(seq.prompt_token_ids)
                 stats.cached_tokens += seq.num_cached or 0
+
+    def _count_evictions(self, evictions: tuple[Eviction, ...]) -> None:
+        names = {digest: name for name, digest in self.manager.names.items()}
+        for eviction in evictions:
+            self.stats.hbm_evictions[eviction.cause.value] += 1
+            if eviction.digest in names:
+                self.stats.adapter(names[eviction.digest]).evictions += 1
 
     def _on_token(self, request_id: str, token_id: int, logprob: TokenLogprob | None) -> None:
         record = self.requests[request_id]
