@@ -9,7 +9,7 @@ counts as zero, and the names under "adapters" are names that the engine accepte
      "page_bytes": 2097152,
      "slots": {"total": 64, "used": 2},                                 # adapter slots
      "host_cache": {"capacity_bytes": 2147483648, "used_bytes": 50331648},
-     "evictions": {"hbm": {"pages": 4, "slots": 0}, "host": {"bytes": 1}},            # by tier and cause
+     "evictions": {"hbm": {"pages": 4, "slot": 0, "unloaded": 1}, "host": {"bytes": 1}},  # by tier and cause
      "load_seconds": {"bounds": [0.01, 0.1, 1.0], "counts": [1, 5, 2, 0], "sum": 1.7},  # last: above all
      "adapters": {
         "sql": {"digest": "9f3a...", "tier": "hbm",        # hbm | host | loading | source (known, not here)

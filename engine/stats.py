@@ -63,7 +63,6 @@ class EngineStats:
     adapters: dict[str, AdapterStats] = field(default_factory=lambda: {BASE: AdapterStats()})
     load_seconds: LoadSeconds = field(default_factory=LoadSeconds)
     hbm_evictions: Counter[str] = field(default_factory=Counter)  # by cause
-    host_evictions: int = 0
     preemptions: int = 0
     steps: int = 0
 
