@@ -6,7 +6,7 @@ one event with a finish_reason or an error.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -119,10 +119,11 @@ class EngineCore:
         self._num_live: Counter[str] = Counter()  # digest -> requests
         self._num_arrivals = 0
         self._events: list[Event] = []
+        self._in_flight: deque[dict[str, Sequence]] = deque()  # of each step: what it samples a token for
 
     @property
     def is_idle(self) -> bool:
-        return not self.scheduler.has_work
+        return not self.scheduler.has_work and not self._in_flight
 
     def add_request(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest, RequestTooLarge or Overloaded; then nothing has changed."""
@@ -194,21 +195,34 @@ class EngineCore:
         return events
 
     def step(self) -> None:
-        """Schedule, run, postprocess: at most one token a running request."""
+        """Schedule and submit a step, then postprocess the oldest one in flight, if there are enough of them.
+
+        So the device never waits for the host: while it runs one step, the next one is prepared.
+        """
         plan = self.scheduler.schedule(self._clock(), self.manager)
         self._apply(plan)
-        self.is_stalled = not plan.chunks
         # a plan without chunks may still take weights from a slot
         images = {digest: self.manager.image(digest) for digest, _, _ in plan.loads}
-        sampled = self._runner.execute(plan, images)
-        self.scheduler.commit(plan)
+        self._runner.submit(plan, images)
+        sampling = {c.request_id: self.scheduler[c.request_id] for c in plan.chunks if c.samples}
+        self._in_flight.append(sampling)
         self.stats.steps += bool(plan.chunks)
-        for token in sampled:
-            self._on_token(token.request_id, token.token_id, token.logprob)
+        self.is_stalled = not plan.chunks and len(self._in_flight) == 1
         if plan.loads or plan.evictions:
             self.manager.settle(self._needed())
+        # without chunks there is nothing to prepare ahead
+        while len(self._in_flight) >= (self._runner.max_in_flight if plan.chunks else 1):
+            self._collect()
         if self.config.debug:
             self.check_invariants()
+
+    def _collect(self) -> None:
+        sampling = self._in_flight.popleft()
+        for token in self._runner.collect():
+            seq = sampling[token.request_id]
+            # it may have ended meanwhile, and another one may have its id
+            if self.scheduler.get(token.request_id) is seq:
+                self._on_token(seq, token.token_id, token.logprob)
 
     def close(self) -> None:
         self.manager.close()
@@ -297,10 +311,10 @@ class EngineCore:
             if eviction.digest in names:
                 self.stats.adapter(names[eviction.digest]).evictions += 1
 
-    def _on_token(self, request_id: str, token_id: int, logprob: TokenLogprob | None) -> None:
+    def _on_token(self, seq: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
+        request_id = seq.request_id
         record = self.requests[request_id]
-        seq = self.scheduler[request_id]
-        reason = seq.append(token_id)
+        reason = self.scheduler.on_token(request_id, token_id)
         self.stats.adapter(record.name).output_tokens += 1
         if reason:
             self._finish(request_id)

@@ -1,10 +1,17 @@
-"""What one step does: the scheduler decides it, the runner applies it. Frozen values."""
+"""What one step does: the scheduler decides it, the runner applies it. Frozen values.
+
+Plans may be made and submitted ahead of the results of the step before: a token that this step will sample is
+then PENDING in the plan, and the runner puts it in.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from engine.memory import Eviction
+
+PENDING = -1
+"""Stands for a token that a step before has sampled or will have sampled, but that the host does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +20,7 @@ class ScheduledChunk:
 
     request_id: str
     start: int
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # the last one may be PENDING
     page_ids: tuple[int, ...]
     adapter_slot: int  # -1: none
     samples: bool

@@ -9,6 +9,10 @@ only so often: past `max_overtakes` admissions (counted at the end of a step) or
   slot frees; one adapter at a time, so that the others go on at full speed;
 - if it lacks pages, nobody behind it is admitted until it is.
 
+Steps may be scheduled ahead of the results of the step before, since the device runs them in order: what the
+plans so far compute counts as computed, what they sample is pending. A request that ends by a stop token is
+then found to have ended one step late; what that step computed for it is dropped.
+
 When a running request cannot grow, the youngest one gives up its pages and waits again (preemption by
 recompute); its sampled tokens are kept.
 """
@@ -23,7 +27,8 @@ from dataclasses import dataclass
 from engine.admission import Admission, Lack
 from engine.errors import RequestTooLarge
 from engine.memory import EvictionCause, Needed, PoolMemory
-from engine.plan import ScheduledChunk, StepPlan
+from engine.plan import PENDING, ScheduledChunk, StepPlan
+from engine.request import FinishReason
 from engine.sequence import Sequence
 
 MAX_LACKING_PAGES = 8
@@ -55,6 +60,9 @@ class Scheduler:
 
     def __getitem__(self, request_id: str) -> Sequence:
         return self._sequences[request_id]
+
+    def get(self, request_id: str) -> Sequence | None:
+        return self._sequences.get(request_id)
 
     @property
     def has_work(self) -> bool:
@@ -114,6 +122,8 @@ class Scheduler:
         admission = Admission(self.memory, queued, loadable, now)
         admitted = [] if preempted else self._admit(admission, chunks, now)
         evictions, freed = self.memory.drain_changes()
+        for chunk in chunks:
+            self._advance(chunk)
         return StepPlan(
             evictions=evictions,
             freed_pages=freed,
@@ -124,15 +134,15 @@ class Scheduler:
             missing=tuple(sorted(admission.missing)),
         )
 
-    def commit(self, plan: StepPlan) -> None:
-        """The KV of the plan's tokens is in the pool: full pages become shareable."""
-        for chunk in plan.chunks:
-            seq = self._sequences.get(chunk.request_id)
-            if seq is None:
-                continue  # ended while the step ran
-            seq.num_computed = chunk.start + len(chunk.token_ids)
-            if self.config.prefix_cache:
-                self._share_full_pages(seq)
+    def on_token(self, request_id: str, token_id: int) -> FinishReason | None:
+        """The oldest pending token of a request; the reason if it is the last one."""
+        seq = self._sequences[request_id]
+        assert seq.num_pending > 0
+        seq.num_pending -= 1
+        reason = seq.append(token_id)
+        if seq.is_running:
+            self._share_full_pages(seq)
+        return reason
 
     def check_invariants(self) -> None:
         self.memory.check_invariants()
@@ -252,9 +262,19 @@ class Scheduler:
             self.memory.residency.release(seq.digest, now)
         seq.stop()
 
+    def _advance(self, chunk: ScheduledChunk) -> None:
+        """Whatever is scheduled later runs later, and finds the chunk's KV in the pool."""
+        seq = self._sequences[chunk.request_id]
+        seq.num_computed = chunk.start + len(chunk.token_ids)
+        seq.num_pending += chunk.samples
+        self._share_full_pages(seq)
+
     def _share_full_pages(self, seq: Sequence) -> None:
+        if not self.config.prefix_cache:
+            return
         page_tokens = self.memory.page_tokens
-        while (len(seq.nodes) + 1) * page_tokens <= seq.num_computed:
+        num_known = min(seq.num_computed, len(seq.token_ids))
+        while (len(seq.nodes) + 1) * page_tokens <= num_known:
             i = len(seq.nodes)
             tokens = tuple(seq.token_ids[i * page_tokens : (i + 1) * page_tokens])
             parent = seq.nodes[-1] if seq.nodes else None
@@ -268,10 +288,10 @@ class Scheduler:
         return ScheduledChunk(
             request_id=seq.request_id,
             start=seq.num_computed,
-            token_ids=tuple(seq.token_ids[seq.num_computed : end]),
+            token_ids=(*seq.token_ids[seq.num_computed : end], *[PENDING] * (end - len(seq.token_ids))),
             page_ids=tuple(seq.page_ids[: self.memory.pages_for(end)]),
             adapter_slot=adapter.slot if adapter else -1,
-            samples=end == len(seq.token_ids),
+            samples=end == len(seq.token_ids) + seq.num_pending,
         )
 
 

@@ -20,8 +20,9 @@ class Sequence:
     digest: str | None = None  # adapter content; None: base model
     num_adapter_pages: int = 0
 
-    token_ids: list[int] = field(init=False)  # prompt and output
-    num_computed: int = 0  # tokens whose KV is in the pool
+    token_ids: list[int] = field(init=False)  # prompt and output, as far as it is known
+    num_pending: int = 0  # tokens beyond these that steps in flight sample
+    num_computed: int = 0  # tokens whose KV is in the pool once the steps in flight are done
     num_cached: int | None = None  # prompt tokens found in the prefix cache at first admission
     # page_ids = the pages of `nodes` (shared, owned by the prefix cache), then our own
     page_ids: list[int] = field(default_factory=list)
@@ -48,7 +49,10 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        """Tokens that steps to come must compute. 0: the last token it may have is in flight."""
+        if self.num_outputs + self.num_pending >= self.max_tokens:
+            return 0
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def num_outputs(self) -> int:

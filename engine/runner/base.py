@@ -22,16 +22,22 @@ class SampledToken:
 
 
 class Runner(Protocol):
+    max_in_flight: int
+    """Steps submitted and not collected, at most. 1: nothing is gained by submitting ahead."""
+
     def start(
         self, request_id: str, params: SamplingParams, seed: int, prompt_token_ids: tuple[int, ...]
     ) -> None:
         """Set up sampling; called once, before the request's first chunk."""
 
     def finish(self, request_id: str) -> None:
-        """Forget it; the request may never have been started."""
+        """Forget it; the request may never have been started, and steps in flight may still compute it."""
 
-    def execute(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> list[SampledToken]:
-        """Run one step; a token for every chunk that samples.
+    def submit(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> None:
+        """Start one step behind those in flight.
 
         A plan may have no chunks. `images`: of its loads.
         """
+
+    def collect(self) -> list[SampledToken]:
+        """Wait for the oldest step in flight; a token for every chunk of it that samples, in any order."""

@@ -21,6 +21,8 @@ from kernels.sgmv import AdapterViews, absolute_offsets
 
 
 class CpuRunner:
+    max_in_flight = 1
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -38,6 +40,7 @@ class CpuRunner:
         self._adapters = AdapterViews(self._pool, [shape.widths(p) for p in range(NUM_PROJECTIONS)])
         self._sampler = Sampler(spec.eos_token_ids)
         self._states: dict[str, SamplingState] = {}
+        self._sampled: list[SampledToken] = []
         self._poison = poison
         if poison:
             self._pool.fill_(torch.nan)
@@ -51,18 +54,21 @@ class CpuRunner:
         self._states.pop(request_id, None)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> list[SampledToken]:
+    def submit(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> None:
         for eviction in plan.evictions:
             self._adapters.clear(eviction.slot)
         if self._poison and plan.freed_pages:
             self._pool[list(plan.freed_pages)] = torch.nan
         for digest, slot, page_ids in plan.loads:
             self._load(images[digest], slot, page_ids)
-        if not plan.chunks:
-            return []
-        batch = build_batch(plan.chunks, "cpu", self._page_tokens)
-        logits = self._model.forward(batch, self._pool, self._adapters)
-        return self._sample(logits, [plan.chunks[i].request_id for i in batch.order])
+        if plan.chunks:
+            batch = build_batch(plan.chunks, "cpu", self._page_tokens)
+            logits = self._model.forward(batch, self._pool, self._adapters)
+            self._sampled = self._sample(logits, [plan.chunks[i].request_id for i in batch.order])
+
+    def collect(self) -> list[SampledToken]:
+        sampled, self._sampled = self._sampled, []
+        return sampled
 
     def _load(self, image: AdapterImage, slot: int, page_ids: tuple[int, ...]) -> None:
         self._pool[list(page_ids)] = image.pages

@@ -26,6 +26,8 @@ PAGE_BYTES = 100
 class FakeRunner:
     """The next token is the number of the adapter in the chunk's slot, 0 without one."""
 
+    max_in_flight: int = 1
+    in_flight: list[list[SampledToken]] = field(default_factory=list)
     started: set[str] = field(default_factory=set)
     plans: list[StepPlan] = field(default_factory=list)
     resident: dict[int, str] = field(default_factory=dict)  # slot -> digest
@@ -39,7 +41,7 @@ class FakeRunner:
     def finish(self, request_id: str) -> None:
         self.started.discard(request_id)
 
-    def execute(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> list[SampledToken]:
+    def submit(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> None:
         self.plans.append(plan)
         for eviction in plan.evictions:
             self.resident.pop(eviction.slot, None)
@@ -51,7 +53,11 @@ class FakeRunner:
             assert chunk.adapter_slot == -1 or chunk.adapter_slot in self.resident
             if chunk.samples:
                 tokens.append(SampledToken(chunk.request_id, self._token(chunk.adapter_slot), None))
-        return tokens
+        self.in_flight.append(tokens)
+        assert len(self.in_flight) <= self.max_in_flight
+
+    def collect(self) -> list[SampledToken]:
+        return self.in_flight.pop(0)
 
     def _token(self, slot: int) -> int:
         return 0 if slot < 0 else int(self.resident[slot].removeprefix("digest-"))
@@ -83,9 +89,9 @@ def image(number: int, num_pages: int = 2) -> AdapterImage:
 class Harness:
     """An EngineCore over fakes, with a hand-driven clock; checks invariants after every step."""
 
-    def __init__(self, num_pages: int = 40, **config: Any) -> None:
+    def __init__(self, num_pages: int = 40, max_in_flight: int = 1, **config: Any) -> None:
         self.now = 0.0
-        self.runner = FakeRunner()
+        self.runner = FakeRunner(max_in_flight)
         self.loader = FakeLoader()
         self.config = EngineConfig(
             model="fake", debug=True, **{"max_num_seqs": 8, "max_num_batched_tokens": 64} | config

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from engine.memory import PoolMemory
 from engine.page_pool import PREFIX_OWNER
-from engine.plan import ScheduledChunk, StepPlan
+from engine.plan import PENDING, ScheduledChunk, StepPlan
 from engine.request import FinishReason
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
@@ -37,12 +37,17 @@ class Client:
     max_tokens: int
     digest: str | None = None
     stop_token_ids: frozenset[int] = frozenset()
-    output: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)  # on the device
+    output: list[int] = field(default_factory=list)  # of these, what is known on the host
     end: FinishReason | None = None
 
     @property
     def tokens(self) -> Tokens:
         return self.prompt + tuple(self.output)
+
+    @property
+    def all_tokens(self) -> Tokens:
+        return self.prompt + tuple(self.sampled)
 
     def undisturbed(self) -> list[int]:
         """The output of a run without any other request."""
@@ -57,8 +62,8 @@ class SimulatedRunner:
         self.cells: list[list[Cell]] = [[None] * PAGE_TOKENS for _ in range(num_pages)]
         self.slots: list[tuple[str, Tokens] | None] = [None] * num_slots  # digest and pages
 
-    def execute(self, plan: StepPlan, clients: dict[str, Client]) -> dict[str, int]:
-        """The sampled tokens. Fails when a page does not hold what its reader must find there."""
+    def execute(self, plan: StepPlan, clients: dict[str, Client]) -> None:
+        """Samples into the clients. Fails when a page does not hold what its reader must find there."""
         for eviction in plan.evictions:
             assert self.slots[eviction.slot] == (eviction.digest, eviction.page_ids)
             self.slots[eviction.slot] = None
@@ -74,8 +79,10 @@ class SimulatedRunner:
             self._write_chunk(chunk, clients[chunk.request_id])
         for chunk in plan.chunks:  # what one chunk wrote, no other one has overwritten
             self._check_reads(chunk, clients[chunk.request_id], chunk.start + len(chunk.token_ids))
-        sampling = [c.request_id for c in plan.chunks if c.samples]
-        return {r: next_token(clients[r].digest, clients[r].tokens) for r in sampling}
+        for chunk in plan.chunks:
+            if chunk.samples:
+                client = clients[chunk.request_id]
+                client.sampled.append(next_token(client.digest, client.all_tokens))
 
     def _write(self, page_id: int, offsets: range, cells: list[Cell]) -> None:
         for offset, cell in zip(offsets, cells, strict=True):
@@ -84,15 +91,16 @@ class SimulatedRunner:
 
     def _write_chunk(self, chunk: ScheduledChunk, client: Client) -> None:
         for position, token in enumerate(chunk.token_ids, chunk.start):
-            assert token == client.tokens[position]
+            assert token in (client.all_tokens[position], PENDING)
+            assert token != PENDING or position >= len(client.tokens)
             offset = position % PAGE_TOKENS
-            cell = (client.digest or "", client.tokens[: position + 1])
+            cell = (client.digest or "", client.all_tokens[: position + 1])
             self._write(chunk.page_ids[position // PAGE_TOKENS], range(offset, offset + 1), [cell])
 
     def _check_reads(self, chunk: ScheduledChunk, client: Client, num_tokens: int) -> None:
         for position in range(num_tokens):
             cell = self.cells[chunk.page_ids[position // PAGE_TOKENS]][position % PAGE_TOKENS]
-            assert cell == (client.digest or "", client.tokens[: position + 1])
+            assert cell == (client.digest or "", client.all_tokens[: position + 1])
         if client.digest is None:
             assert chunk.adapter_slot == -1
             return
@@ -117,6 +125,7 @@ class Simulation:
         max_overtakes: int = 32,
         max_overtaken_s: float = 1e9,
         memory: PoolMemory | None = None,
+        max_in_flight: int = 1,
     ) -> None:
         self.memory = memory or PoolMemory(num_pages, PAGE_TOKENS, num_slots)
         config = SchedulerConfig(
@@ -129,6 +138,8 @@ class Simulation:
         )
         self.scheduler = Scheduler(config, self.memory)
         self.runner = SimulatedRunner(num_pages, num_slots)
+        self.max_in_flight = max_in_flight
+        self.in_flight: list[StepPlan] = []
         self.clients: dict[str, Client] = {}
         self.now = 0.0
 
@@ -168,15 +179,18 @@ class Simulation:
         plan = self.scheduler.schedule(self.now, loadable)
         self.scheduler.check_invariants()
         assert len({c.request_id for c in plan.chunks}) == len(plan.chunks)
-        sampled = self.runner.execute(plan, self.clients)
+        self.runner.execute(plan, self.clients)
+        self.in_flight.append(plan)
         during()
-        self.scheduler.commit(plan)
-        self.scheduler.check_invariants()
-        for request_id, token_id in sampled.items():
-            if request_id in self.scheduler:
-                self._on_token(request_id, token_id)
+        while len(self.in_flight) >= (self.max_in_flight if plan.chunks else 1):
+            self._collect()
         self.scheduler.check_invariants()
         return plan
+
+    def _collect(self) -> None:
+        for chunk in self.in_flight.pop(0).chunks:
+            if chunk.samples and chunk.request_id in self.scheduler:
+                self._on_token(chunk.request_id)
 
     def steps(self, num_steps: int) -> list[StepPlan]:
         return [self.step() for _ in range(num_steps)]
@@ -217,10 +231,11 @@ class Simulation:
         self.scheduler.check_invariants()
         assert self.memory.pool.num_free == self.memory.pool.num_pages
 
-    def _on_token(self, request_id: str, token_id: int) -> None:
+    def _on_token(self, request_id: str) -> None:
         client = self.clients[request_id]
+        token_id = client.sampled[len(client.output)]
         client.output.append(token_id)
-        reason = self.scheduler[request_id].append(token_id)
+        reason = self.scheduler.on_token(request_id, token_id)
         if reason:
             self.scheduler.finish(request_id, self.now)
             self._end(request_id, reason)

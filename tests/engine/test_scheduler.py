@@ -9,10 +9,10 @@ import pytest
 
 from engine.errors import RequestTooLarge
 from engine.memory import EvictionCause, PoolMemory
-from engine.plan import StepPlan
+from engine.plan import PENDING, StepPlan
 from engine.scheduler import MAX_LACKING_PAGES, Scheduler, SchedulerConfig
 from engine.sequence import Sequence
-from tests.engine.simulation import Simulation
+from tests.engine.simulation import VOCAB, Simulation
 
 
 def sizes(plan: StepPlan) -> dict[str, int]:
@@ -70,12 +70,42 @@ def test_no_more_requests_run_than_allowed() -> None:
     simulation.check_ends()
 
 
-def test_a_request_whose_token_was_not_taken_yet_computes_nothing() -> None:
-    memory = PoolMemory(num_pages=8, page_tokens=4, num_slots=1)
-    scheduler = Scheduler(SchedulerConfig(2, 8, 100), memory)
-    scheduler.add(Sequence("a", 0, (1, 2, 3), max_tokens=4))
-    scheduler.commit(scheduler.schedule(0.0))
-    assert scheduler.schedule(1.0).chunks == ()
+def test_a_step_is_scheduled_before_the_tokens_of_the_one_before_are_known() -> None:
+    simulation = Simulation(num_pages=8, max_in_flight=2)
+    simulation.submit("a", 3, max_tokens=4)
+    chunks = [chunk for plan in simulation.steps(2) for chunk in plan.chunks]
+    assert [(chunk.start, chunk.token_ids[-1], chunk.samples) for chunk in chunks] == [
+        (0, simulation.clients["a"].prompt[-1], True),
+        (3, PENDING, True),
+    ]
+    assert len(simulation.clients["a"].output) == 1
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_nothing_is_computed_past_the_last_token_that_a_request_may_have() -> None:
+    simulation = Simulation(num_pages=8, max_in_flight=2)
+    simulation.submit("a", 3, max_tokens=2)
+    assert [sizes(plan) for plan in simulation.steps(3)] == [{"a": 3}, {"a": 1}, {}]
+    simulation.check_ends()
+
+
+def test_a_stop_token_is_noticed_one_step_late_and_its_step_is_dropped() -> None:
+    simulation = Simulation(num_pages=8, max_in_flight=2)
+    simulation.submit("a", 3, max_tokens=9, stop_token_ids=frozenset(range(VOCAB)))
+    assert [sizes(plan) for plan in simulation.steps(3)] == [{"a": 3}, {"a": 1}, {}]
+    simulation.check_ends()
+    simulation.check_nothing_leaked()
+
+
+def test_a_request_preempted_with_a_token_in_flight_keeps_it() -> None:
+    simulation = Simulation(num_pages=5, max_in_flight=2, prefix_cache=False)
+    simulation.submit("old", 6, max_tokens=10)
+    simulation.submit("young", 6, max_tokens=6)
+    plans = simulation.steps(12)
+    assert any(plan.preempted == ("young",) for plan in plans)
+    simulation.run_to_end()
+    simulation.check_ends()
 
 
 def test_a_budget_below_one_token_a_request_is_a_fault_of_ours() -> None:
