@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.memory import Eviction
 
 PENDING = -1
-"""Stands for a token that a step before has sampled or will have sampled, but that the host does not know yet."""
+"""Stands for a token that an earlier step samples and that the host does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)

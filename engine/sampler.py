@@ -38,7 +38,9 @@ class Sampler:
         """
         scored = [row for row, state in enumerate(states) if state.params.logprobs is not None]
         raw_logprobs = logits[scored].log_softmax(dim=-1) if scored else None
-        self._add_bias(logits, states)
+        entries = bias_entries(states, self._eos_token_ids)
+        if entries:
+            reference.add_bias_(logits, *entries.tensors(torch.float32, logits.device))
         _penalize(logits, states)
         chosen = _choose(logits, states)
         token_ids: list[int] = chosen.tolist()
@@ -51,24 +53,8 @@ class Sampler:
                 logprobs[row] = logprob
         return SampledTokens(token_ids, logprobs)
 
-    def _add_bias(self, logits: Tensor, states: Sequence[SamplingState]) -> None:
-        """logit_bias, and -inf for the tokens that would end a choice short of its min_tokens."""
-        entries = _Entries()
-        for row, state in enumerate(states):
-            if state.bias:
-                entries.add(row, state.bias_token_ids, state.bias)
-            if state.num_outputs < state.params.min_tokens:
-                ends = array("q", self._end_token_ids(state))
-                entries.add(row, ends, array("f", [-torch.inf]) * len(ends))
-        if entries:
-            reference.add_bias_(logits, *entries.tensors(torch.float32, logits.device))
 
-    def _end_token_ids(self, state: SamplingState) -> frozenset[int]:
-        ends = frozenset(state.params.stop_token_ids)
-        return ends if state.params.ignore_eos else ends | self._eos_token_ids
-
-
-class _Entries:
+class Entries:
     """(row, token id, value) triples of a batch, copied from arrays in whole runs."""
 
     def __init__(self) -> None:
@@ -90,11 +76,29 @@ class _Entries:
         rows = torch.tensor(self._rows).repeat_interleave(torch.tensor(self._lengths))
         token_ids = torch.frombuffer(self._token_ids, dtype=torch.int64)
         values = torch.frombuffer(self._values, dtype=value_dtype)
-        return rows.to(device), token_ids.to(device), values.to(device)
+        return to_device(rows, device), to_device(token_ids, device), to_device(values, device)
+
+
+def bias_entries(states: Sequence[SamplingState], eos_token_ids: frozenset[int]) -> Entries:
+    """logit_bias, and -inf for the tokens that would end a choice short of its min_tokens."""
+    entries = Entries()
+    for row, state in enumerate(states):
+        params = state.params
+        if state.bias:
+            entries.add(row, state.bias_token_ids, state.bias)
+        if state.num_outputs < params.min_tokens:
+            ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+            entries.add(row, array("q", ends), array("f", [-torch.inf]) * len(ends))
+    return entries
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Without waiting for a GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _penalize(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    entries = _Entries()
+    entries = Entries()
     for row, state in enumerate(states):
         if state.seen_token_ids:
             entries.add(row, state.seen_token_ids, state.output_counts)

@@ -36,6 +36,10 @@ class SamplingState:
     def append(self, token_id: int) -> None:
         """A token has been chosen."""
         self.num_outputs += 1
+        self.record(token_id)
+
+    def record(self, token_id: int) -> None:
+        """A chosen token that `num_outputs` counts already."""
         if self.params.penalizes:
             self._count(token_id, 1)
 

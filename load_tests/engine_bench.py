@@ -9,7 +9,9 @@ Model: Llama-3-8B shape, bf16, random weights. Requests are greedy and ignore EO
 in host memory before the clock starts.
 
   throughput  256 requests at once, 512 prompt tokens, 128 output tokens; output tokens per second
+  prefill     64 requests of 2032 prompt tokens, 1 output token; prompt tokens per second
   tpot        batch 1 / 64 / 256, 64 prompt tokens: (time of 144 - time of 16 output tokens) / 128
+  GPU idle    steady decode at batch 64: share of the time in which no kernel and no copy runs, from a trace
 
 Popularity: none; one adapter; 64 adapters zipf(1.0); 64 adapters, each request in turn another one; 64
 adapters zipf with ranks 8, 16, 32, 64 in turn. Seed 0.
@@ -81,7 +83,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    vllm: float
+    vllm: float | None
     must: float
     moonshot: float | None
 
@@ -92,6 +94,7 @@ GOALS = {
     ("no adapter", "tpot, batch 1"): Goal(4.9, 4.9, 4.4),
     ("no adapter", "tpot, batch 64"): Goal(6.1, 6.1, 5.3),
     ("no adapter", "tpot, batch 256"): Goal(10.5, 10.5, 9.5),
+    ("no adapter", "GPU idle, batch 64"): Goal(None, 5.0, None),
     ("one adapter, r16", "throughput"): Goal(3953, 6100, 6800),
     ("one adapter, r16", "tpot, batch 64"): Goal(9.5, 6.7, 5.6),
     ("64 adapters zipf, r16", "throughput"): Goal(3069, 5900, 6500),
@@ -141,10 +144,38 @@ class Bench:
 
     def run(self, num_requests: int, num_prompt: int, num_output: int) -> float:
         """Seconds from the first request to the last token."""
+        requests = self._requests(num_requests, num_prompt, num_output)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for request in requests:
+            self.core.add_request(request)
+        num_tokens = 0
+        while not self.core.is_idle:
+            num_tokens += self._turn()
+        assert num_tokens == num_requests * num_output
+        return time.perf_counter() - started
+
+    def idle_share(self, batch: int) -> float:
+        """Of the GPU, in decode steps that follow each other."""
+        for request in self._requests(batch, 64, 60):
+            self.core.add_request(request)
+        while self.core.scheduler.waiting:
+            self._turn()
+        for _ in range(5):
+            self._turn()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(40):
+                self._turn()
+            torch.cuda.synchronize()
+        while not self.core.is_idle:
+            self._turn()
+        return idle_share(profile)
+
+    def _requests(self, num_requests: int, num_prompt: int, num_output: int) -> list[GenerateRequest]:
         rng = random.Random(self._num_runs)
         self._num_runs += 1
         params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, seed=0)
-        requests = [
+        return [
             GenerateRequest(
                 f"{self._num_runs}-{i}",
                 tuple(rng.randrange(SHAPE.vocab_size) for _ in range(num_prompt)),
@@ -153,16 +184,26 @@ class Bench:
             )
             for i, adapter in enumerate(self.case.draw(num_requests))
         ]
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for request in requests:
-            self.core.add_request(request)
-        num_tokens = 0
-        while not self.core.is_idle:
-            events = self._loop.turn(0.0)
-            num_tokens += sum(isinstance(event, TokenEvent) and event.error is None for event in events)
-        assert num_tokens == num_requests * num_output
-        return time.perf_counter() - started
+
+    def _turn(self) -> int:
+        """One turn of the loop; its number of tokens."""
+        events = self._loop.turn(0.0)
+        return sum(isinstance(event, TokenEvent) and event.error is None for event in events)
+
+
+def idle_share(profile: Any) -> float:
+    """Of the time from the first to the last thing that the GPU did."""
+    spans = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns())
+        for event in profile.profiler.kineto_results.events()
+        if event.device_type().name == "CUDA"
+    )
+    busy = 0.0
+    end: float = spans[0][0]
+    for begin, until in spans:
+        busy += max(0, until - max(begin, end))
+        end = max(end, until)
+    return float(1.0 - busy / (end - spans[0][0]))
 
 
 def random_image(rank: int) -> AdapterImage:
@@ -209,6 +250,8 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
     for batch in (1, 64, 256):
         ms = (bench.run(batch, 64, 144) - bench.run(batch, 64, 16)) / 128 * 1e3
         rows.append({"case": bench.case.name, "metric": f"tpot, batch {batch}", "value": ms, "unit": "ms"})
+    idle = bench.idle_share(64) * 100
+    rows.append({"case": bench.case.name, "metric": "GPU idle, batch 64", "value": idle, "unit": "%"})
     return rows
 
 
@@ -244,6 +287,7 @@ def write_results(rows: list[dict[str, Any]], conditions: dict[str, str], direct
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="numbers, from 0")
     args = parser.parse_args(argv)
     config = EngineConfig(
         model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
@@ -253,15 +297,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = random_weights()
     rows: list[dict[str, Any]] = []
     conditions = {"gpu": torch.cuda.get_device_name(), "torch": f"torch {torch.__version__}"}
-    for case in CASES:
+    for case in [CASES[i] for i in args.cases]:
         # a pool of its own for each case: adapters of the one before must not be there
         begun = time.perf_counter()
         runner = CudaRunner(spec, weights, config, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
         runner.warm_up()
         print(f"{case.name}: graphs captured in {time.perf_counter() - begun:.1f} s", flush=True)
-        rows += measure(Bench(runner, config, case))
-        for row in rows[-5:]:
-            print(f"{row['case']:30} {row['metric']:16} {row['value']:10.2f} {row['unit']}", flush=True)
+        measured = measure(Bench(runner, config, case))
+        rows += measured
+        for row in measured:
+            print(f"{row['case']:30} {row['metric']:20} {row['value']:10.2f} {row['unit']}", flush=True)
         del runner
         torch.cuda.empty_cache()
     if args.out:

@@ -17,6 +17,7 @@ from engine.model.loading import LlamaWeights
 from engine.model.rope import rotary_table
 from engine.model.spec import ModelSpec
 from engine.shape import PROJECTIONS, ModelShape
+from kernels.embedding.triton import embed
 from kernels.paged_attention.triton import AttentionPlan, paged_attention
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rotary.triton import rotary_kv_write
@@ -74,6 +75,7 @@ class CudaLlama:
     def hidden(
         self,
         token_ids: torch.Tensor,
+        sampled: torch.Tensor,
         positions: torch.Tensor,
         kv_slots: torch.Tensor,
         slots: torch.Tensor,
@@ -82,10 +84,14 @@ class CudaLlama:
         kv_pages: torch.Tensor,
         branch: Branch,
     ) -> torch.Tensor:
-        """Normed hidden states [T, E]; writes keys and values. `slots` [T] int32: each row's adapter slot."""
+        """Normed hidden states [T, E]; writes keys and values.
+
+        `token_ids` [T] may name places in `sampled`, as of kernels.embedding; `slots` [T] int32: each row's
+        adapter slot.
+        """
         eps, layers = self.spec.rms_norm_eps, self.weights.layers
         cos_TD, sin_TD = self._cos_PD[positions], self._sin_PD[positions]
-        residual_TE = self.weights.embed[token_ids]
+        residual_TE = embed(token_ids, sampled, self.weights.embed)
         h_TE = rms_norm(residual_TE, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
             qkv_TX, delta = branch.linear(h_TE, layer.qkv, self.qkv, i)

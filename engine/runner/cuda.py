@@ -1,5 +1,8 @@
 """The GPU backend: decode steps replay a captured graph, all others run eagerly.
 
+Nothing in `submit` waits for the GPU: sampled tokens stay there, and the next step may be submitted before
+`collect` has them.
+
 A graph is captured for each bucket of rows, with adapters and without. What differs between steps (tokens,
 pages, adapters) is read from StepInputs and from the adapter table at fixed addresses, so that a graph which
 was captured before any adapter was loaded serves every mix of adapters later.
@@ -7,7 +10,7 @@ was captured before any adapter was loaded serves every mix of adapters later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +22,12 @@ from engine.config import EngineConfig
 from engine.model.llama_cuda import AfterBase, BesideBase, Branch, CudaLlama, NoAdapters
 from engine.model.loading import LlamaWeights
 from engine.model.spec import ModelSpec
-from engine.plan import StepPlan
+from engine.plan import ScheduledChunk, StepPlan
 from engine.runner.base import SampledToken
+from engine.runner.cuda_sampler import FIELDS, CudaSampler
 from engine.runner.step_inputs import Batch, StepInputs
-from engine.sampler import Sampler
+from engine.runner.warm_up import mixed_steps
 from engine.sampling_params import SamplingParams
-from engine.sampling_state import SamplingState
 from engine.shape import NUM_PROJECTIONS
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, absolute_offsets
@@ -42,6 +45,8 @@ class _Captured:
 
 
 class CudaRunner:
+    max_in_flight = 2
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -64,87 +69,128 @@ class CudaRunner:
             config.max_adapters, shape.num_layers, NUM_PROJECTIONS, config.max_rank, device
         )
         self._slot_ranks = np.zeros(config.max_adapters, np.int32)
-        self._sampler = Sampler(spec.eos_token_ids)
-        self._states: dict[str, SamplingState] = {}
+        self._sampler = CudaSampler(
+            config.max_num_seqs, shape.vocab_size, spec.eos_token_ids, self.max_in_flight, device
+        )
+        self._config = config
+        self._max_model_len = max_model_len
+        self._page_tokens = page_tokens
         self._poison = config.debug
         self._buckets = [b for b in BUCKETS if b < config.max_num_seqs] + [config.max_num_seqs]
         decode_plans = {bucket: decode_plan(bucket, config.max_rank) for bucket in self._buckets}
         self._prefill_plan = prefill_plan(config.max_num_batched_tokens, config.max_num_seqs, config.max_rank)
-        plans = [*decode_plans.values(), self._prefill_plan]
-        self._inputs = StepInputs(
-            max_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
-            max_seqs=config.max_num_seqs,
-            max_pages=-(-max_model_len // page_tokens),
-            lists_size=max(map(lists_size, plans)),
-            page_tokens=page_tokens,
-            device=device,
-        )
+
+        def inputs(max_tokens: int, *plans: SgmvPlan) -> StepInputs:
+            return StepInputs(
+                max_tokens=max_tokens,
+                max_seqs=config.max_num_seqs,
+                max_pages=-(-max_model_len // page_tokens),
+                lists_size=max(map(lists_size, plans)),
+                page_tokens=page_tokens,
+                settings=FIELDS,
+                device=device,
+            )
+
+        self._decode_inputs = inputs(config.max_num_seqs, *decode_plans.values())
+        self._mixed_inputs = inputs(config.max_num_batched_tokens, self._prefill_plan)
         self._attention = AttentionWorkspace.allocate(
             config.max_num_seqs, config.max_num_batched_tokens, shape.num_heads, shape.num_kv_heads,
             shape.head_dim, device,
         )  # fmt: skip
-        self._sgmv = {bucket: self._workspace(plan) for bucket, plan in decode_plans.items()}
-        self._prefill_sgmv = self._workspace(self._prefill_plan)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._sgmv = {
+            bucket: self._workspace(plan, self._decode_inputs) for bucket, plan in decode_plans.items()
+        }
+        self._prefill_sgmv = self._workspace(self._prefill_plan, self._mixed_inputs)
         self._graphs: dict[tuple[int, bool], _Captured] = {}
-        if self._poison:
-            self._pool.fill_(torch.nan)
 
     def warm_up(self) -> None:
         """Compile every kernel and capture every graph: nothing of that happens while serving."""
+        table, ranks = self._table, self._slot_ranks
+        table.put(
+            0,
+            torch.zeros_like(table.tile_offsets[0]),
+            torch.full_like(table.ranks[0], self._config.max_rank),
+            torch.zeros_like(table.scales[0]),
+        )
+        ranks[0] = self._config.max_rank
+        for plan, params in mixed_steps(
+            self._config.max_num_batched_tokens, self._max_model_len, self._page_tokens
+        ):
+            self._warm_up_step(plan, params)
+        table.clear(0)
+        ranks[0] = 0
         memory = None
         for bucket in reversed(self._buckets):  # the largest first: the others fit into its memory
             for with_adapters in (False, True):
                 captured = self._capture(bucket, with_adapters, memory)
                 self._graphs[bucket, with_adapters] = captured
                 memory = memory or captured.graph.pool()
+        if self._poison:
+            self._pool.fill_(torch.nan)
+
+    def _warm_up_step(self, plan: StepPlan, params: SamplingParams) -> None:
+        for chunk in plan.chunks:
+            self.start(chunk.request_id, params, 0, chunk.token_ids)
+        self.submit(plan, {})
+        self.collect()
+        for chunk in plan.chunks:
+            self.finish(chunk.request_id)
 
     def start(
         self, request_id: str, params: SamplingParams, seed: int, prompt_token_ids: tuple[int, ...]
     ) -> None:
-        self._states[request_id] = SamplingState(params, seed, prompt_token_ids)
+        self._sampler.start(request_id, params, seed, prompt_token_ids)
 
     def finish(self, request_id: str) -> None:
-        self._states.pop(request_id, None)
+        self._sampler.finish(request_id)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> list[SampledToken]:
+    def submit(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> None:
+        for request_id in plan.preempted:
+            self._sampler.release(request_id)
         self._apply_memory(plan, images)
-        if not plan.chunks:
-            return []
-        self._copied.synchronize()  # the host side of the inputs is free again
         num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
-        if num_tokens == len(plan.chunks):
-            logits, batch = self._decode(plan)
+        if not plan.chunks:
+            self._sampler.skip()
+        elif num_tokens == len(plan.chunks):
+            self._decode(plan.chunks)
         else:
-            logits, batch = self._mixed(plan, num_tokens)
-        return self._sample(logits, batch)
+            self._mixed(plan.chunks, num_tokens)
 
-    def _decode(self, plan: StepPlan) -> tuple[torch.Tensor, Batch]:
-        bucket = next(b for b in self._buckets if b >= len(plan.chunks))
-        batch = self._inputs.write(plan.chunks, bucket, bucket)
+    def collect(self) -> list[SampledToken]:
+        return self._sampler.collect()
+
+    def _decode(self, chunks: Sequence[ScheduledChunk]) -> None:
+        inputs = self._decode_inputs
+        bucket = next(b for b in self._buckets if b >= len(chunks))
+        batch = inputs.write(chunks, bucket, bucket, self._sampler.slot)
         if batch.has_adapters:
-            self._write_lists(self._sgmv[bucket], batch)
-        self._copy()
+            self._write_lists(self._sgmv[bucket], batch, inputs)
+        self._sampler.write(batch.sampled, inputs.host)
+        inputs.copy(bucket)
         captured = self._graphs[bucket, batch.has_adapters]
         captured.graph.replay()
-        return captured.logits[: len(batch.sampled)], batch
+        self._sampler.sample(batch.sampled, captured.logits[: len(batch.sampled)], inputs.host, inputs.device)
 
-    def _mixed(self, plan: StepPlan, num_tokens: int) -> tuple[torch.Tensor, Batch]:
-        batch = self._inputs.write(plan.chunks, num_tokens, len(plan.chunks))
+    def _mixed(self, chunks: Sequence[ScheduledChunk], num_tokens: int) -> None:
+        inputs = self._mixed_inputs
+        batch = inputs.write(chunks, num_tokens, len(chunks), self._sampler.slot)
         branch: Branch = NoAdapters()
         if batch.has_adapters:
-            counts = self._write_lists(self._prefill_sgmv, batch)
+            counts = self._write_lists(self._prefill_sgmv, batch, inputs)
             branch = AfterBase(self._prefill_sgmv, counts)
-        self._copy()
+        self._sampler.write(batch.sampled, inputs.host)
+        inputs.copy(len(chunks))
         if batch.has_adapters:
             self._prefill_sgmv.resolve()
-        hidden = self._forward(num_tokens, len(plan.chunks), branch)
-        rows = self._inputs.device["rows"][: len(batch.sampled)]
-        return self._model.logits(hidden[rows]), batch
+        hidden = self._forward(inputs, num_tokens, len(chunks), branch)
+        rows = inputs.device["rows"][: len(batch.sampled)]
+        self._sampler.sample(batch.sampled, self._model.logits(hidden[rows]), inputs.host, inputs.device)
 
-    def _forward(self, num_tokens: int, num_seqs: int, branch: Branch) -> torch.Tensor:
-        inputs = self._inputs.device
+    def _forward(
+        self, step_inputs: StepInputs, num_tokens: int, num_seqs: int, branch: Branch
+    ) -> torch.Tensor:
+        inputs = step_inputs.device
         attention = plan_attention(
             self._attention,
             inputs["context_lens"][:num_seqs],
@@ -153,6 +199,7 @@ class CudaRunner:
         )
         return self._model.hidden(
             inputs["token_ids"][:num_tokens],
+            self._sampler.sampled,
             inputs["positions"][:num_tokens],
             inputs["kv_slots"][:num_tokens],
             inputs["slots"][:num_tokens],
@@ -166,14 +213,15 @@ class CudaRunner:
     def _capture(self, bucket: int, with_adapters: bool, memory: Any) -> _Captured:
         workspace = self._sgmv[bucket]
         branch: Branch = BesideBase(workspace) if with_adapters else NoAdapters()
-        self._inputs.write((), bucket, bucket)  # padding rows only
-        self._inputs.host["lists"][:] = 0
-        self._copy()
+        inputs = self._decode_inputs
+        inputs.write((), bucket, bucket, self._sampler.slot)  # padding rows only
+        inputs.host["lists"][:] = 0
+        inputs.copy(bucket)
 
         def forward() -> torch.Tensor:
             if with_adapters:
                 workspace.resolve()
-            return self._model.logits(self._forward(bucket, bucket, branch))
+            return self._model.logits(self._forward(inputs, bucket, bucket, branch))
 
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -185,21 +233,15 @@ class CudaRunner:
             logits = forward()
         return _Captured(graph, logits)
 
-    def _workspace(self, plan: SgmvPlan) -> SgmvWorkspace:
+    def _workspace(self, plan: SgmvPlan, inputs: StepInputs) -> SgmvWorkspace:
         model = self._model
         modules = (model.qkv, model.o, model.gate_up, model.down)
-        lists = self._inputs.device["lists"][: lists_size(plan)]
+        lists = inputs.device["lists"][: lists_size(plan)]
         return SgmvWorkspace(plan, modules, self._pool, self._table, lists)
 
-    def _write_lists(self, workspace: SgmvWorkspace, batch: Batch) -> ListCounts:
+    def _write_lists(self, workspace: SgmvWorkspace, batch: Batch, inputs: StepInputs) -> ListCounts:
         plan = workspace.plan
-        return write_lists(
-            plan, batch.segments, self._slot_ranks, self._inputs.host["lists"][: lists_size(plan)]
-        )
-
-    def _copy(self) -> None:
-        self._inputs.copy()
-        self._copied.record()
+        return write_lists(plan, batch.segments, self._slot_ranks, inputs.host["lists"][: lists_size(plan)])
 
     def _apply_memory(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> None:
         for eviction in plan.evictions:
@@ -213,14 +255,3 @@ class CudaRunner:
             offsets = absolute_offsets(image.tile_offsets, page_ids, self._pool.shape[1])
             self._table.put(slot, offsets, image.ranks, image.scales)
             self._slot_ranks[slot] = image.rank
-
-    def _sample(self, logits: torch.Tensor, batch: Batch) -> list[SampledToken]:
-        if not batch.sampled:
-            return []
-        states = [self._states[request_id] for request_id in batch.sampled]
-        sampled = self._sampler.sample(logits.float(), states)
-        for state, token_id in zip(states, sampled.token_ids, strict=True):
-            state.append(token_id)
-        return [
-            SampledToken(*row) for row in zip(batch.sampled, sampled.token_ids, sampled.logprobs, strict=True)
-        ]

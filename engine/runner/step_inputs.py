@@ -2,8 +2,9 @@
 
     | token_ids | positions | kv_slots | slots |     T each
     | context_lens | cu_query_lens | rows |         S each, one more of cu_query_lens
-    | page_table |                                  S x P
+    | settings for sampling |                       S each
     | lists |                                       of kernels.sgmv.lists
+    | page_table |                                  S x P, last: only the rows in use are copied
 
 Rows past the batch are padding: token 0, no KV slot (-1), no adapter (-1), context of 0.
 """
@@ -11,13 +12,13 @@ Rows past the batch are padding: token 0, no KV slot (-1), no adapter (-1), cont
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from engine.plan import ScheduledChunk
+from engine.plan import PENDING, ScheduledChunk
 from kernels.sgmv.table import Segment
 
 _ALIGN = 16  # bytes
@@ -45,9 +46,11 @@ class StepInputs:
         max_pages: int,
         lists_size: int,
         page_tokens: int,
+        settings: Mapping[str, type[np.generic]],
         device: torch.device,
     ) -> None:
         self._page_tokens = page_tokens
+        self._page_row_bytes = max_pages * np.dtype(np.int32).itemsize
         fields: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
             "token_ids": (np.int64, (max_tokens,)),
             "positions": (np.int64, (max_tokens,)),
@@ -56,13 +59,16 @@ class StepInputs:
             "context_lens": (np.int32, (max_seqs,)),
             "cu_query_lens": (np.int32, (max_seqs + 1,)),
             "rows": (np.int64, (max_seqs,)),
-            "page_table": (np.int32, (max_seqs, max_pages)),
+            **{name: (kind, (max_seqs,)) for name, kind in settings.items()},
             "lists": (np.int32, (lists_size,)),
+            "page_table": (np.int32, (max_seqs, max_pages)),
         }
         sizes = [int(np.prod(shape)) * np.dtype(kind).itemsize for kind, shape in fields.values()]
         offsets = np.concatenate(([0], np.cumsum([-(-size // _ALIGN) * _ALIGN for size in sizes]))).tolist()
         self._host = torch.zeros(offsets[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(offsets[-1], dtype=torch.uint8, device=device)
+        self._page_table_start = offsets[-2]
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.host: dict[str, np.ndarray] = {}
         self.device: dict[str, torch.Tensor] = {}
         for (name, (kind, shape)), offset, size in zip(fields.items(), offsets, sizes, strict=False):
@@ -70,8 +76,19 @@ class StepInputs:
             dtype = getattr(torch, np.dtype(kind).name)
             self.device[name] = self._device[offset : offset + size].view(dtype).view(shape)
 
-    def write(self, chunks: Sequence[ScheduledChunk], num_rows: int, num_seqs: int) -> Batch:
-        """Fill the host side for `num_rows` tokens of `num_seqs` sequences, padding included."""
+    def write(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        num_rows: int,
+        num_seqs: int,
+        slot_of: Callable[[str], int],
+    ) -> Batch:
+        """Fill the host side for `num_rows` tokens of `num_seqs` sequences, padding included.
+
+        `slot_of`: where on the device a request's newest token lies; a pending one becomes -1 - slot.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before has read the host side
         order = sorted(chunks, key=lambda chunk: chunk.adapter_slot)
         starts = np.array([chunk.start for chunk in order], np.int64)
         lengths = np.array([len(chunk.token_ids) for chunk in order], np.int64)
@@ -80,7 +97,10 @@ class StepInputs:
         num_tokens = int(lengths.sum())
         positions = _ranges(starts, lengths)
         host, num = self.host, len(order)
-        _fill(host["token_ids"], _flat([c.token_ids for c in order], num_tokens), num_rows, 0)
+        token_ids = _flat([c.token_ids for c in order], num_tokens)
+        for i in np.flatnonzero(token_ids[ends - 1] == PENDING):
+            token_ids[ends[i] - 1] = -1 - slot_of(order[i].request_id)
+        _fill(host["token_ids"], token_ids, num_rows, 0)
         _fill(host["positions"], positions, num_rows, 0)
         _fill(host["kv_slots"], self._write_pages(order, positions, lengths), num_rows, -1)
         _fill(host["slots"], slots.repeat(lengths), num_rows, -1)
@@ -92,9 +112,12 @@ class StepInputs:
         host["rows"][: len(sampled)] = ends[sampled] - 1
         return Batch(num_tokens, num, _segments(slots, ends), tuple(order[i].request_id for i in sampled))
 
-    def copy(self) -> None:
-        """To the device, on the current stream; the host side must not be written before it is done."""
-        self._device.copy_(self._host, non_blocking=True)
+    def copy(self, num_seqs: int) -> None:
+        """To the device, on the current stream: page table rows of `num_seqs` sequences, and all else."""
+        size = self._page_table_start + num_seqs * self._page_row_bytes
+        self._device[:size].copy_(self._host[:size], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
     def _write_pages(
         self, order: Sequence[ScheduledChunk], positions: np.ndarray, lengths: np.ndarray

@@ -233,11 +233,8 @@ def record_tokens(token_ids: Tensor, penalties: Penalties) -> None:
     )
 
 
-def start_history(
-    penalties: Penalties, slot: int, prompt_token_ids: Tensor, output_token_ids: Tensor
-) -> None:
-    """A request takes over a slot. Ids int64 on the device; outputs: what a preempted request has already."""
-    history = penalties.history[slot]
+def start_history(history: Tensor, prompt_token_ids: Tensor, output_token_ids: Tensor) -> None:
+    """A request takes over a row [V] of the histories. Outputs: what a preempted request has already."""
     history.zero_()
     history.index_add_(0, output_token_ids, torch.ones_like(output_token_ids, dtype=torch.int32))
     history[prompt_token_ids] |= IN_PROMPT

@@ -118,6 +118,33 @@ def test_abort_returns_everything() -> None:
     harness.assert_nothing_is_held()
 
 
+def test_a_step_is_submitted_before_the_one_before_is_collected() -> None:
+    harness = Harness(max_in_flight=2)
+    harness.add("r", max_tokens=3)
+    harness.step(2)
+    assert len(harness.runner.in_flight) == 1
+    assert harness.tokens["r"] == [0]
+    assert not harness.core.is_idle
+    harness.run()
+    assert harness.tokens["r"] == [0, 0, 0]
+    assert harness.runner.in_flight == []
+    harness.assert_nothing_is_held()
+
+
+def test_a_token_in_flight_of_an_aborted_request_is_not_anothers_of_that_id() -> None:
+    harness = Harness(max_in_flight=2)
+    harness.add("r", A, max_tokens=9)
+    harness.loaded(A, image(1))
+    harness.step(2)
+    harness.core.abort("r")
+    harness.collect()
+    assert harness.ends.pop("r").finish_reason == "abort"
+    harness.add("r", max_tokens=2)
+    harness.run()
+    assert harness.tokens["r"] == [0, 0]
+    harness.assert_nothing_is_held()
+
+
 def test_full_queue_is_told_at_once() -> None:
     harness = Harness(max_queued_requests=2)
     harness.add("1", A)
@@ -320,6 +347,7 @@ def test_soak(seed: int) -> None:
         max_adapters=3,
         host_cache_bytes=rng.choice([3, 6, 20]) * 2 * PAGE_BYTES,
         max_parallel_loads=2,
+        max_in_flight=rng.choice([1, 2]),
     )
     versions = {f"n{i}": 1 for i in range(6)}
     numbers: dict[AdapterRef, int] = {}

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.request import RequestOutput
 from tests.engine.peft_reference import PeftReference
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
@@ -63,21 +61,6 @@ def engine(setup: Setup, request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine.close()
 
 
-def check(setup: Setup, engine: Engine, prompt: list[int], output: RequestOutput, name: str | None) -> None:
-    """FR-45: float32 within 1e-4 and 1e-3 ties; bfloat16 within 0.05, mean 0.01, and ties of 0.1."""
-    is_exact = engine.config.dtype == "float32"
-    tie, tolerance, mean = (1e-3, 1e-4, 1e-4) if is_exact else (0.1, 0.05, 0.01)
-    tokens = list(output.token_ids)
-    logprobs = setup.reference.logprobs(prompt + tokens, name)[len(prompt) - 1 : -1]
-    gaps = logprobs.max(dim=-1).values - logprobs[torch.arange(len(tokens)), torch.tensor(tokens)]
-    assert float(gaps.max()) <= tie, name
-    assert output.logprobs is not None
-    ours = torch.tensor([entry.logprob for entry in output.logprobs])
-    errors = (ours - logprobs[torch.arange(len(tokens)), torch.tensor(tokens)]).abs()
-    assert float(errors.max()) <= tolerance, (name, float(errors.max()))
-    assert float(errors.mean()) <= mean, (name, float(errors.mean()))
-
-
 def prompt(seed: int, length: int) -> list[int]:
     generator = random.Random(seed)
     return [generator.randrange(256) for _ in range(length)]
@@ -87,7 +70,7 @@ def prompt(seed: int, length: int) -> list[int]:
 def test_alone(setup: Setup, engine: Engine, name: str | None) -> None:
     tokens = prompt(1, 37)
     (output,) = engine.generate([tokens], GREEDY, [name])
-    check(setup, engine, tokens, output, name)
+    setup.reference.check_greedy(tokens, output, name, engine.config.dtype)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -98,7 +81,7 @@ def test_mixed_batch_in_any_order(setup: Setup, engine: Engine, seed: int) -> No
     prompts = [prompt(100 * seed + i, 1 + 17 * i) for i in range(len(names))]
     outputs = engine.generate(prompts, GREEDY, names)
     for tokens, output, name in zip(prompts, outputs, names, strict=True):
-        check(setup, engine, tokens, output, name)
+        setup.reference.check_greedy(tokens, output, name, engine.config.dtype)
 
 
 def test_sampled_tokens_equal_the_cpu_backend(setup: Setup) -> None:
@@ -128,6 +111,6 @@ def test_small_pool_preempts_and_evicts_without_a_trace(setup: Setup) -> None:
     for _ in range(2):
         outputs = engine.generate(prompts, GREEDY, names)
         for tokens, output, name in zip(prompts, outputs, names, strict=True):
-            check(setup, engine, tokens, output, name)
+            setup.reference.check_greedy(tokens, output, name, engine.config.dtype)
     assert engine.stats()["preemptions"] + sum(engine.stats()["evictions"]["hbm"].values()) > 0
     engine.close()

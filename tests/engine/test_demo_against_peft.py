@@ -9,19 +9,14 @@ from typing import NamedTuple
 import pytest
 
 from deployments.demo.base_model import prepare_base_model
-from deployments.demo.prompts import ADAPTERS_DIR, SHOWCASES
 from engine import Engine, EngineConfig, SamplingParams
 from engine.request import RequestOutput
+from tests.engine.demo_rows import ADAPTERS, Row, demo_rows, load_adapters
 from tests.engine.peft_reference import PeftReference
 
 pytestmark = pytest.mark.cluster
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=1)
-
-
-class Row(NamedTuple):
-    adapter: str | None
-    prompt: list[int]
 
 
 class Setup(NamedTuple):
@@ -37,28 +32,9 @@ class Setup(NamedTuple):
 def setup() -> Iterator[Setup]:
     model = prepare_base_model(progress=False)
     engine = Engine(EngineConfig(model=str(model), num_threads=2))
-    paths = {showcase.adapter: ADAPTERS_DIR / showcase.adapter for showcase in SHOWCASES}
-    for name, path in paths.items():
-        engine.load_adapter(name, str(path))
-    rows = [Row(None, _chat(engine, "What is the capital of France?"))]
-    rows += [Row(showcase.adapter, _chat(engine, showcase.prompt)) for showcase in SHOWCASES]
-    yield Setup(engine, PeftReference(model, paths), rows)
+    load_adapters(engine)
+    yield Setup(engine, PeftReference(model, ADAPTERS), demo_rows(engine.tokenizer))
     engine.close()
-
-
-def _chat(engine: Engine, text: str) -> list[int]:
-    # as the base's template renders it, its default system prompt included
-    template = engine.tokenizer.chat_template
-    assert template is not None
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    messages = [{"role": "user", "content": text}]
-    rendered = (
-        ImmutableSandboxedEnvironment()
-        .from_string(template)
-        .render(messages=messages, add_generation_prompt=True)
-    )
-    return engine.tokenizer.encode(rendered, add_special_tokens=False)
 
 
 def test_the_base_knows_the_capital_of_france(setup: Setup) -> None:

@@ -178,7 +178,7 @@ def test_penalties_are_the_reference_s_bits() -> None:
     prompts, outputs = [tokens(30) for _ in range(num_rows)], [tokens(20) for _ in range(num_rows)]
     for row, slot in enumerate(penalties.slots.tolist()):
         if slot >= 0:
-            triton.start_history(penalties, slot, prompts[row].to(DEVICE), outputs[row].to(DEVICE))
+            triton.start_history(penalties.history[slot], prompts[row].to(DEVICE), outputs[row].to(DEVICE))
     for _ in range(5):
         step = tokens(num_rows)
         triton.record_tokens(step.to(DEVICE), penalties)

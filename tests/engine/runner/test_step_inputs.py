@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.plan import ScheduledChunk
+from engine.plan import PENDING, ScheduledChunk
 from engine.runner.batch import build_batch
 from engine.runner.step_inputs import StepInputs
 
@@ -15,7 +15,11 @@ PAGE_TOKENS = 4
 
 
 def inputs() -> StepInputs:
-    return StepInputs(64, 16, 20, 8, PAGE_TOKENS, torch.device("cpu"))
+    return StepInputs(64, 16, 20, 8, PAGE_TOKENS, {"seeds": np.int64}, torch.device("cpu"))
+
+
+def no_slot(request_id: str) -> int:
+    raise AssertionError(f"{request_id} has no token on the device")
 
 
 def random_chunks(seed: int) -> list[ScheduledChunk]:
@@ -39,7 +43,7 @@ def test_equals_the_cpu_backends_batch(seed: int) -> None:
     for stale in step.host.values():
         stale[...] = 77
     num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-    batch = step.write(chunks, num_tokens, len(chunks))
+    batch = step.write(chunks, num_tokens, len(chunks), no_slot)
     expected = build_batch(chunks, "cpu", PAGE_TOKENS)
     for name in ("token_ids", "positions", "kv_slots", "context_lens", "cu_query_lens"):
         want = getattr(expected, name).numpy()
@@ -59,29 +63,46 @@ def test_padding_writes_nothing_and_has_no_adapter() -> None:
     for stale in step.host.values():
         stale[...] = 5
     chunk = ScheduledChunk("r", 6, (9,), (3, 4), 2, samples=True)
-    step.write([chunk], 8, 8)
+    step.write([chunk], 8, 8, no_slot)
     assert step.host["kv_slots"][:8].tolist() == [4 * PAGE_TOKENS + 2] + [-1] * 7
     assert step.host["slots"][:8].tolist() == [2] + [-1] * 7
     assert step.host["context_lens"][:8].tolist() == [7] + [0] * 7
     assert step.host["cu_query_lens"][:9].tolist() == list(range(9))
-    assert step.write([], 8, 8).segments == ()
+    assert step.write([], 8, 8, no_slot).segments == ()
 
 
 def test_the_copy_carries_every_field() -> None:
     step = inputs()
     for i, field in enumerate(step.host.values()):
         field[...] = i + 1
-    step.copy()
+    step.copy(16)
     for i, copied in enumerate(step.device.values()):
         assert (copied == i + 1).all()
 
 
+def test_the_copy_leaves_out_page_table_rows_that_are_not_in_use() -> None:
+    step = inputs()
+    step.host["page_table"][...] = 7
+    step.copy(3)
+    assert (step.device["page_table"][:3] == 7).all()
+    assert (step.device["page_table"][3:] == 0).all()
+
+
+def test_a_pending_token_names_its_requests_slot() -> None:
+    step = inputs()
+    decode = ScheduledChunk("9", 6, (PENDING,), (3, 4), 2, samples=True)
+    # of a request preempted with its last token in flight
+    prefill = ScheduledChunk("4", 0, (5, 6, PENDING), (7,), -1, samples=True)
+    step.write([decode, prefill], 4, 2, int)
+    assert step.host["token_ids"][:4].tolist() == [5, 6, -5, -10]
+
+
 def test_a_large_decode_batch_is_written_quickly() -> None:
-    step = StepInputs(256, 256, 128, 8, 16, torch.device("cpu"))
-    chunks = [ScheduledChunk(str(i), 639, (1,), tuple(range(40)), i % 64, True) for i in range(256)]
+    step = StepInputs(256, 256, 128, 8, 16, {}, torch.device("cpu"))
+    chunks = [ScheduledChunk(str(i), 639, (PENDING,), tuple(range(40)), i % 64, True) for i in range(256)]
     seconds = []
     for _ in range(10):
         started = time.perf_counter()
-        step.write(chunks, 256, 256)
+        step.write(chunks, 256, 256, int)
         seconds.append(time.perf_counter() - started)
     assert np.median(seconds) < 0.02
