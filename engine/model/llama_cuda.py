@@ -41,7 +41,7 @@ class NoAdapters:
 
 
 class BesideBase:
-    """Decode: each adapter branch runs beside its base product, on a stream of its own."""
+    """Few tokens: each adapter branch runs beside its base product, on a stream of its own."""
 
     def __init__(self, workspace: SgmvWorkspace) -> None:
         self._workspace = workspace
@@ -51,7 +51,7 @@ class BesideBase:
 
 
 class AfterBase:
-    """Prefill and mixed steps: in place, after the base product."""
+    """Many tokens: in place, after the base product."""
 
     def __init__(self, workspace: SgmvWorkspace, counts: ListCounts) -> None:
         self._workspace = workspace
@@ -108,9 +108,9 @@ class CudaLlama:
             h_TE = add_rms_norm(residual_TE, y_TE, norm, eps, delta, rows)
         return h_TE
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary] in the model's dtype."""
-        return linear(hidden, self.weights.lm_head)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`out` [rows, vocabulary], in the model's dtype."""
+        return torch.mm(hidden, self.weights.lm_head.T, out=out)
 
 
 def fused_modules(shape: ModelShape) -> tuple[FusedModule, FusedModule, FusedModule, FusedModule]:

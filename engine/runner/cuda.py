@@ -1,18 +1,20 @@
-"""The GPU backend: decode steps replay a captured graph, all others run eagerly.
+"""The GPU backend: steps of few tokens replay a captured graph, larger ones run eagerly.
 
 Nothing in `submit` waits for the GPU: sampled tokens stay there, and the next step may be submitted before
 `collect` has them.
 
-A graph is captured for each bucket of rows, with adapters and without. What differs between steps (tokens,
-pages, adapters) is read from StepInputs and from the adapter table at fixed addresses, so that a graph which
-was captured before any adapter was loaded serves every mix of adapters later.
+A graph is captured for each bucket of tokens, with adapters and without, for decodes alone and with prefill
+chunks among them. What differs between steps (tokens, pages, adapters) is read from StepInputs and from the
+adapter table at fixed addresses, so that a graph which was captured before any adapter was loaded serves
+every mix of adapters later. Eager steps are long enough to hide their launches.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,10 +40,22 @@ from kernels.sgmv.workspace import SgmvWorkspace
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
+class _Kind(NamedTuple):
+    """Of a graph. Decodes are as many sequences as tokens; with a prefill chunk there are fewer."""
+
+    bucket: int  # tokens
+    has_prefill: bool
+    has_adapters: bool
+
+    @property
+    def num_seqs(self) -> int:
+        return self.bucket - self.has_prefill
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor  # [bucket, V]
+    hidden: torch.Tensor  # [bucket, E]
 
 
 class CudaRunner:
@@ -76,14 +90,16 @@ class CudaRunner:
         self._max_model_len = max_model_len
         self._page_tokens = page_tokens
         self._poison = config.debug
-        self._buckets = [b for b in BUCKETS if b < config.max_num_seqs] + [config.max_num_seqs]
+        # decodes of all sequences, and prefill chunks short enough for launches to cost more than running
+        most = max(config.max_num_seqs, min(BUCKETS[-1], config.max_num_batched_tokens))
+        self._buckets = [b for b in BUCKETS if b < most] + [most]
         decode_plans = {bucket: decode_plan(bucket, config.max_rank) for bucket in self._buckets}
         self._prefill_plan = prefill_plan(config.max_num_batched_tokens, config.max_num_seqs, config.max_rank)
 
         def inputs(max_tokens: int, *plans: SgmvPlan) -> StepInputs:
             return StepInputs(
                 max_tokens=max_tokens,
-                max_seqs=config.max_num_seqs,
+                max_seqs=most,
                 max_pages=-(-max_model_len // page_tokens),
                 lists_size=max(map(lists_size, plans)),
                 page_tokens=page_tokens,
@@ -91,17 +107,19 @@ class CudaRunner:
                 device=device,
             )
 
-        self._decode_inputs = inputs(config.max_num_seqs, *decode_plans.values())
-        self._mixed_inputs = inputs(config.max_num_batched_tokens, self._prefill_plan)
+        self._graph_inputs = inputs(most, *decode_plans.values())
+        self._eager_inputs = inputs(config.max_num_batched_tokens, self._prefill_plan)
         self._attention = AttentionWorkspace.allocate(
-            config.max_num_seqs, config.max_num_batched_tokens, shape.num_heads, shape.num_kv_heads,
-            shape.head_dim, device,
-        )  # fmt: skip
+            most, config.max_num_batched_tokens, shape.num_heads, shape.num_kv_heads, shape.head_dim, device
+        )
         self._sgmv = {
-            bucket: self._workspace(plan, self._decode_inputs) for bucket, plan in decode_plans.items()
+            bucket: self._workspace(plan, self._graph_inputs) for bucket, plan in decode_plans.items()
         }
-        self._prefill_sgmv = self._workspace(self._prefill_plan, self._mixed_inputs)
-        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        self._prefill_sgmv = self._workspace(self._prefill_plan, self._eager_inputs)
+        self._logits = torch.empty(
+            config.max_num_seqs, shape.vocab_size, dtype=weights.embed.dtype, device=device
+        )
+        self._graphs: dict[_Kind, _Captured] = {}
 
     def warm_up(self) -> None:
         """Compile every kernel and capture every graph: nothing of that happens while serving."""
@@ -121,10 +139,12 @@ class CudaRunner:
         ranks[0] = 0
         memory = None
         for bucket in reversed(self._buckets):  # the largest first: the others fit into its memory
-            for with_adapters in (False, True):
-                captured = self._capture(bucket, with_adapters, memory)
-                self._graphs[bucket, with_adapters] = captured
-                memory = memory or captured.graph.pool()
+            for has_prefill, has_adapters in itertools.product((False, True), repeat=2):
+                kind = _Kind(bucket, has_prefill, has_adapters)
+                if kind.num_seqs > 0:
+                    captured = self._capture(kind, memory)
+                    self._graphs[kind] = captured
+                    memory = memory or captured.graph.pool()
         if self._poison:
             self._pool.fill_(torch.nan)
 
@@ -152,28 +172,29 @@ class CudaRunner:
         num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         if not plan.chunks:
             self._sampler.skip()
-        elif num_tokens == len(plan.chunks):
-            self._decode(plan.chunks)
+        elif num_tokens <= self._buckets[-1] and self._graphs:
+            self._replay(plan.chunks, num_tokens)
         else:
-            self._mixed(plan.chunks, num_tokens)
+            self._run_eagerly(plan.chunks, num_tokens)
 
     def collect(self) -> list[SampledToken]:
         return self._sampler.collect()
 
-    def _decode(self, chunks: Sequence[ScheduledChunk]) -> None:
-        inputs = self._decode_inputs
-        bucket = next(b for b in self._buckets if b >= len(chunks))
-        batch = inputs.write(chunks, bucket, bucket, self._sampler.slot)
+    def _replay(self, chunks: Sequence[ScheduledChunk], num_tokens: int) -> None:
+        inputs = self._graph_inputs
+        bucket = next(b for b in self._buckets if b >= num_tokens)
+        has_prefill = num_tokens > len(chunks)
+        batch = inputs.write(chunks, bucket, bucket - has_prefill, self._sampler.slot)
         if batch.has_adapters:
             self._write_lists(self._sgmv[bucket], batch, inputs)
         self._sampler.write(batch.sampled, inputs.host)
-        inputs.copy(bucket)
-        captured = self._graphs[bucket, batch.has_adapters]
+        inputs.copy(bucket - has_prefill)
+        captured = self._graphs[_Kind(bucket, has_prefill, batch.has_adapters)]
         captured.graph.replay()
-        self._sampler.sample(batch.sampled, captured.logits[: len(batch.sampled)], inputs.host, inputs.device)
+        self._sample(captured.hidden, batch, inputs)
 
-    def _mixed(self, chunks: Sequence[ScheduledChunk], num_tokens: int) -> None:
-        inputs = self._mixed_inputs
+    def _run_eagerly(self, chunks: Sequence[ScheduledChunk], num_tokens: int) -> None:
+        inputs = self._eager_inputs
         batch = inputs.write(chunks, num_tokens, len(chunks), self._sampler.slot)
         branch: Branch = NoAdapters()
         if batch.has_adapters:
@@ -184,8 +205,12 @@ class CudaRunner:
         if batch.has_adapters:
             self._prefill_sgmv.resolve()
         hidden = self._forward(inputs, num_tokens, len(chunks), branch)
-        rows = inputs.device["rows"][: len(batch.sampled)]
-        self._sampler.sample(batch.sampled, self._model.logits(hidden[rows]), inputs.host, inputs.device)
+        self._sample(hidden, batch, inputs)
+
+    def _sample(self, hidden: torch.Tensor, batch: Batch, inputs: StepInputs) -> None:
+        num = len(batch.sampled)
+        logits = self._model.logits(hidden[inputs.device["rows"][:num]], self._logits[:num])
+        self._sampler.sample(batch.sampled, logits, inputs.host, inputs.device)
 
     def _forward(
         self, step_inputs: StepInputs, num_tokens: int, num_seqs: int, branch: Branch
@@ -210,18 +235,18 @@ class CudaRunner:
         )
 
     @torch.inference_mode()
-    def _capture(self, bucket: int, with_adapters: bool, memory: Any) -> _Captured:
-        workspace = self._sgmv[bucket]
-        branch: Branch = BesideBase(workspace) if with_adapters else NoAdapters()
-        inputs = self._decode_inputs
-        inputs.write((), bucket, bucket, self._sampler.slot)  # padding rows only
+    def _capture(self, kind: _Kind, memory: Any) -> _Captured:
+        workspace = self._sgmv[kind.bucket]
+        branch: Branch = BesideBase(workspace) if kind.has_adapters else NoAdapters()
+        inputs = self._graph_inputs
+        inputs.write((), kind.bucket, kind.num_seqs, self._sampler.slot)  # padding rows only
         inputs.host["lists"][:] = 0
-        inputs.copy(bucket)
+        inputs.copy(kind.num_seqs)
 
         def forward() -> torch.Tensor:
-            if with_adapters:
+            if kind.has_adapters:
                 workspace.resolve()
-            return self._model.logits(self._forward(inputs, bucket, bucket, branch))
+            return self._forward(inputs, kind.bucket, kind.num_seqs, branch)
 
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -230,8 +255,8 @@ class CudaRunner:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=memory):
-            logits = forward()
-        return _Captured(graph, logits)
+            hidden = forward()
+        return _Captured(graph, hidden)
 
     def _workspace(self, plan: SgmvPlan, inputs: StepInputs) -> SgmvWorkspace:
         model = self._model

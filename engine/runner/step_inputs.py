@@ -105,9 +105,10 @@ class StepInputs:
         _fill(host["kv_slots"], self._write_pages(order, positions, lengths), num_rows, -1)
         _fill(host["slots"], slots.repeat(lengths), num_rows, -1)
         _fill(host["context_lens"], starts + lengths, num_seqs, 0)
-        # every padding sequence has one query, its padding row
+        # a padding sequence has one query, its padding row, as long as there are rows
         host["cu_query_lens"][: num + 1] = np.concatenate(([0], ends))
-        host["cu_query_lens"][num : num_seqs + 1] = num_tokens + np.arange(num_seqs - num + 1)
+        padding = num_tokens + np.arange(num_seqs - num + 1)
+        host["cu_query_lens"][num : num_seqs + 1] = np.minimum(padding, num_rows)
         sampled = [i for i, chunk in enumerate(order) if chunk.samples]
         host["rows"][: len(sampled)] = ends[sampled] - 1
         return Batch(num_tokens, num, _segments(slots, ends), tuple(order[i].request_id for i in sampled))

@@ -99,10 +99,11 @@ def plan_attention(
     cu_query_lens: torch.Tensor,
     num_tokens: int,
 ) -> AttentionPlan:
-    """One launch, no synchronisation. Every sequence has a query; num_tokens = cu_query_lens[-1].
+    """One launch, no synchronisation. num_tokens = cu_query_lens[-1].
 
     context_lens [S], cu_query_lens [S + 1]: int32 or int64 on the device. A decode of context 0 is a padding
-    row: zeros. Where num_tokens == S nothing but decodes can be there, and paged_attention is one launch.
+    row: zeros; a sequence without a query is nothing. Where num_tokens == S there must be decodes only, and
+    paged_attention is one launch.
     """
     num_seqs = len(context_lens)
     assert len(cu_query_lens) == num_seqs + 1

@@ -84,6 +84,14 @@ def test_mixed_batch_in_any_order(setup: Setup, engine: Engine, seed: int) -> No
         setup.reference.check_greedy(tokens, output, name, engine.config.dtype)
 
 
+def test_prefill_beyond_the_largest_graph_beside_decodes(setup: Setup, engine: Engine) -> None:
+    names: list[str | None] = ["r4-all", None, "r64-all", "r1-q"]
+    prompts = [prompt(i, 290 if i < 2 else 5) for i in range(len(names))]
+    outputs = engine.generate(prompts, GREEDY, names)
+    for tokens, output, name in zip(prompts, outputs, names, strict=True):
+        setup.reference.check_greedy(tokens, output, name, engine.config.dtype)
+
+
 def test_sampled_tokens_equal_the_cpu_backend(setup: Setup) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=32, repetition_penalty=1.2)
     outputs = []

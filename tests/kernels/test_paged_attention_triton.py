@@ -132,6 +132,10 @@ def test_padding_rows_give_zeros() -> None:
     assert not case.run()[[1, 3]].any()
 
 
+def test_sequences_without_a_query_are_nothing() -> None:
+    check(make_case([(5, 20), (1, 70), (0, 0), (0, 0)]))
+
+
 def test_the_plan_covers_every_key_and_query_once() -> None:
     lens = [(1, 700), (130, 200), (1, 0), (1, 64), (2, 2), (33, 90), (1, 65)]
     case = make_case(lens, num_programs=12)

@@ -71,6 +71,17 @@ def test_padding_writes_nothing_and_has_no_adapter() -> None:
     assert step.write([], 8, 8, no_slot).segments == ()
 
 
+def test_padding_of_a_step_with_a_prefill_chunk_ends_with_sequences_without_a_query() -> None:
+    step = inputs()
+    chunks = [
+        ScheduledChunk("p", 0, (9, 8, 7), (3,), -1, samples=True),
+        ScheduledChunk("d", 6, (9,), (4, 5), -1, samples=True),
+    ]
+    step.write(chunks, 6, 5, no_slot)
+    assert step.host["cu_query_lens"][:6].tolist() == [0, 3, 4, 5, 6, 6]
+    assert step.host["context_lens"][:5].tolist() == [3, 7, 0, 0, 0]
+
+
 def test_the_copy_carries_every_field() -> None:
     step = inputs()
     for i, field in enumerate(step.host.values()):
