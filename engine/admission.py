@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Container
 from enum import Enum
 
+from engine.copy_clock import CopyClock
 from engine.memory import Needed, PoolMemory
+from engine.plan import AdapterLoad
 from engine.residency import ResidentAdapter
 from engine.sequence import Sequence
 
 
 class Lack(Enum):
     IMAGE = "image"  # its adapter is not in host memory
+    COPY = "copy"  # its adapter's weights would keep the step waiting
     SLOT = "slot"
     PAGES = "pages"
 
@@ -23,13 +26,24 @@ class Admission:
     """One pass over the waiting requests, oldest first. What can be had only shrinks during a pass."""
 
     def __init__(
-        self, memory: PoolMemory, queued: Container[str], loadable: Container[str] | None, now: float
+        self,
+        memory: PoolMemory,
+        copies: CopyClock,
+        queued: Container[str],
+        loadable: Container[str] | None,
+        now: float,
+        starts_at: float,
     ) -> None:
-        """`queued`: digests that waiting requests need; `loadable`: those in host memory, None: all."""
-        self.loads: list[ResidentAdapter] = []
+        """`queued`: digests that waiting requests need; `loadable`: those in host memory, None: all.
+
+        `starts_at`: when the device comes to this step; weights that arrive later would keep it waiting.
+        """
+        self.loads: list[AdapterLoad] = []
         self.missing: set[str] = set()
-        self.protected: set[str] = set()  # idle adapters of requests that lack pages: theirs when pages come
+        self.protected: set[str] = set()  # idle adapters of requests that lack pages or the end of a copy
         self._memory = memory
+        self._copies = copies
+        self._starts_at = starts_at
         self._queued = queued
         self._loadable = loadable
         self._now = now
@@ -39,6 +53,9 @@ class Admission:
         """Give a request everything that its prompt needs, or change nothing and say what it lacks."""
         memory = self._memory
         adapter = memory.residency.get(seq.digest) if seq.digest else None
+        if adapter is not None and adapter.ready_at > self._starts_at:
+            self.protected.add(adapter.digest)
+            return Lack.COPY
         cold = seq.digest if adapter is None else None
         if cold and (lack := self._lack_of_cold(cold)):
             return lack
@@ -52,19 +69,33 @@ class Admission:
         if not memory.can_take(num_pages + num_adapter_pages, needed, keeping=nodes):
             self.protected.add(seq.namespace)
             return Lack.PAGES
-        memory.prefix.acquire(nodes)
         if cold:
-            adapter = memory.load_adapter(cold, num_adapter_pages, needed, self._now)
-            self.loads.append(adapter)
+            memory.prefix.acquire(nodes)
+            adapter = self._load(cold, num_adapter_pages, needed)
+            if adapter.ready_at > self._starts_at:
+                memory.prefix.release(nodes, self._now)
+                self.protected.add(cold)
+                return Lack.COPY
+        else:
+            memory.prefix.acquire(nodes)
         if adapter is not None:
             memory.residency.acquire(adapter.digest)
         seq.start(nodes, memory.take(seq.owner, num_pages, needed), memory.page_tokens)
         return None
 
+    def _load(self, digest: str, num_pages: int, needed: Needed) -> ResidentAdapter:
+        adapter = self._memory.load_adapter(digest, num_pages, needed, self._now)
+        adapter.ready_at = self._copies.add(num_pages, self._now)
+        after_steps = self._memory.is_busy(adapter.page_ids)
+        self.loads.append(AdapterLoad(digest, adapter.slot, adapter.page_ids, after_steps))
+        return adapter
+
     def _lack_of_cold(self, digest: str) -> Lack | None:
         if self._loadable is not None and digest not in self._loadable:
             self.missing.add(digest)
             return Lack.IMAGE
+        if self._copies.is_backed_up(self._now):
+            return Lack.COPY
         if not self._slots_are_gone:
             self._slots_are_gone = not self._memory.has_slot(Needed(self.protected, self._queued))
         return Lack.SLOT if self._slots_are_gone else None

@@ -30,6 +30,7 @@ from engine.sampling_params import check_token_ids, check_vocabulary
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.stats import EngineStats
+from engine.step_clock import StepClock
 
 if TYPE_CHECKING:
     from engine.adapters.loader import LoadResult
@@ -107,6 +108,7 @@ class EngineCore:
                 prefix_cache=config.prefix_cache,
                 max_overtakes=config.max_overtakes,
                 max_overtaken_s=config.max_overtaken_s,
+                page_copy_s=geometry.page_bytes / runner.copy_bytes_per_s,
             ),
             self.memory,
         )
@@ -119,6 +121,7 @@ class EngineCore:
         self._num_live: Counter[str] = Counter()  # digest -> requests
         self._num_arrivals = 0
         self._events: list[Event] = []
+        self._step_clock = StepClock()
         self._in_flight: deque[dict[str, Sequence]] = deque()  # of each step: what it samples a token for
 
     @property
@@ -199,13 +202,15 @@ class EngineCore:
 
         So the device never waits for the host: while it runs one step, the next one is prepared.
         """
-        plan = self.scheduler.schedule(self._clock(), self.manager)
+        now = self._clock()
+        plan = self.scheduler.schedule(now, self.manager, self._step_clock.free_at(now))
         self._apply(plan)
         # a plan without chunks may still take weights from a slot
-        images = {digest: self.manager.image(digest) for digest, _, _ in plan.loads}
+        images = {load.digest: self.manager.image(load.digest) for load in plan.loads}
         self._runner.submit(plan, images)
         sampling = {c.request_id: self.scheduler[c.request_id] for c in plan.chunks if c.samples}
         self._in_flight.append(sampling)
+        self._step_clock.submitted(now)
         self.stats.steps += bool(plan.chunks)
         self.is_stalled = not plan.chunks and len(self._in_flight) == 1
         if plan.loads or plan.evictions:
@@ -218,7 +223,9 @@ class EngineCore:
 
     def _collect(self) -> None:
         sampling = self._in_flight.popleft()
-        for token in self._runner.collect():
+        sampled = self._runner.collect()
+        self._step_clock.collected(self._clock(), is_last=not self._in_flight)
+        for token in sampled:
             seq = sampling[token.request_id]
             # it may have ended meanwhile, and another one may have its id
             if self.scheduler.get(token.request_id) is seq:

@@ -1,16 +1,18 @@
 """One pool, three owners: who yields a page when none is free. Pure: no tensors, no clock.
 
-The cheapest owner yields first: an unused prefix leaf or an idle adapter, whichever was used longest ago. An
-adapter's prefix KV goes before the adapter, since without the adapter nobody can use it. Leased and pinned
-adapters and pages in use never yield.
+The cheapest owner yields first: an unused prefix leaf or an idle adapter, whichever is worth less a page (see
+`engine.eviction`). An adapter's prefix KV goes before the adapter, since without the adapter nobody can use it.
+Leased and pinned adapters and pages in use never yield.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Sequence, Set
 from enum import Enum
 from typing import NamedTuple
 
+from engine.eviction import EvictionOrder
 from engine.page_pool import PREFIX_OWNER, Owner, PageKind, PagePool
 from engine.prefix_cache import PrefixCache, PrefixNode
 from engine.residency import AdapterResidency, ResidentAdapter
@@ -37,12 +39,17 @@ class Needed(NamedTuple):
 
 
 class PoolMemory:
-    def __init__(self, num_pages: int, page_tokens: int, num_slots: int) -> None:
+    def __init__(
+        self, num_pages: int, page_tokens: int, num_slots: int, order: EvictionOrder | None = None
+    ) -> None:
         self.page_tokens = page_tokens
         self.pool = PagePool(num_pages)
         self.prefix = PrefixCache(page_tokens)
-        self.residency = AdapterResidency(num_slots)
+        self.order = order or EvictionOrder()
+        self.residency = AdapterResidency(num_slots, self.order)
         self._freed: list[int] = []
+        self._planned_at = -math.inf  # when the last step was planned
+        self._busy: set[int] = set()  # pages freed since then that this step may touch
         self._evictions: list[Eviction] = []
 
     def pages_for(self, num_tokens: int) -> int:
@@ -52,7 +59,9 @@ class PoolMemory:
         """Whether so many pages can be had right now by evicting, `keeping` not among them."""
         if self.pool.can_allocate(num_pages):
             return True
-        num_idle = sum(len(a.page_ids) for a in self._evictable(needed))
+        num_idle = self.residency.num_idle_pages - sum(
+            len(a.page_ids) for d in needed.older if (a := self.residency.get(d)) is not None and a.is_idle
+        )
         num_kept = sum(n.num_users == 0 for n in keeping)
         return num_pages <= self.pool.num_free + num_idle + self.prefix.num_evictable - num_kept
 
@@ -62,9 +71,15 @@ class PoolMemory:
             self._evict_cheapest(needed)
         return self.pool.allocate(owner, num_pages)
 
-    def give_back(self, owner: Owner, page_ids: tuple[int, ...]) -> None:
+    def give_back(self, owner: Owner, page_ids: tuple[int, ...], last_used: float = math.inf) -> None:
         self.pool.free(owner, page_ids)
         self._freed.extend(page_ids)
+        if last_used >= self._planned_at:
+            self._busy.update(page_ids)
+
+    def is_busy(self, page_ids: tuple[int, ...]) -> bool:
+        """Whether a step in flight may touch one of these pages, which are another owner's by now."""
+        return not self._busy.isdisjoint(page_ids)
 
     def share(
         self,
@@ -90,7 +105,10 @@ class PoolMemory:
         return self.residency.has_free_slot or any(True for _ in self._evictable(needed))
 
     def load_adapter(self, digest: str, num_pages: int, needed: Needed, now: float) -> ResidentAdapter:
-        """Pages and a slot for an adapter, evicting others. Only after `has_slot` and `can_take`."""
+        """Pages and a slot for an adapter, evicting others. Only after `has_slot` and `can_take`.
+
+        The caller sets `ready_at` if the copy takes time.
+        """
         if not self.residency.has_free_slot:
             victim = self._cheapest_adapter(needed)
             assert victim is not None
@@ -100,15 +118,18 @@ class PoolMemory:
 
     def evict_adapter(self, digest: str, cause: EvictionCause) -> None:
         """With the prefix KV that only its requests could use. The adapter must be idle."""
-        self._free_prefix_pages(self.prefix.evict_namespace(digest))
         adapter = self.residency.evict(digest)
-        self.give_back(Owner(PageKind.ADAPTER, digest), adapter.page_ids)
+        # nobody has used its prefix later than the adapter itself
+        self._free_prefix_pages(self.prefix.evict_namespace(digest), adapter.last_used)
+        self.give_back(Owner(PageKind.ADAPTER, digest), adapter.page_ids, adapter.last_used)
         self._evictions.append(Eviction(digest, adapter.slot, adapter.page_ids, cause))
 
-    def drain_changes(self) -> tuple[tuple[Eviction, ...], tuple[int, ...]]:
-        """Evictions and freed pages since the last call."""
+    def drain_changes(self, now: float) -> tuple[tuple[Eviction, ...], tuple[int, ...]]:
+        """Evictions and freed pages since the last call, for the step that is planned now."""
         changes = tuple(self._evictions), tuple(self._freed)
         self._evictions, self._freed = [], []
+        self._planned_at = now
+        self._busy.clear()
         return changes
 
     def check_invariants(self) -> None:
@@ -128,24 +149,32 @@ class PoolMemory:
         return (a for a in self.residency.idle() if a.digest not in needed.older)
 
     def _cheapest_adapter(self, needed: Needed) -> ResidentAdapter | None:
-        """The one used longest ago, of those that nobody waits for if there are any."""
+        """The one of the least worth, of those that nobody waits for if there are any."""
         queued: ResidentAdapter | None = None
         for adapter in self._evictable(needed):
-            if adapter.digest not in needed.any:
+            if adapter.digest in needed.any:
+                queued = queued or adapter
+            elif self.residency.revalue(adapter):
+                return self._cheapest_adapter(needed)  # each round mends one worth
+            else:
                 return adapter
-            queued = queued or adapter
         return queued
 
     def _evict_cheapest(self, needed: Needed) -> None:
         leaf = self.prefix.oldest_evictable()
         adapter = self._cheapest_adapter(needed)
         if adapter is not None and (
-            leaf is None or (adapter.digest not in needed.any and adapter.last_used < leaf.last_used)
+            leaf is None
+            or (
+                adapter.digest not in needed.any and adapter.worth < self.order.prefix_page(leaf.last_used)
+            )
         ):
-            self.evict_adapter(adapter.digest, EvictionCause.PAGES)
-        else:
-            assert leaf is not None, "the caller asks `can_take` first"
-            self._free_prefix_pages([self.prefix.evict(leaf)])
+            leaf = self.prefix.oldest_leaf(adapter.digest)
+            if leaf is None:
+                self.evict_adapter(adapter.digest, EvictionCause.PAGES)
+                return
+        assert leaf is not None, "the caller asks `can_take` first"
+        self._free_prefix_pages([self.prefix.evict(leaf)], leaf.last_used)
 
-    def _free_prefix_pages(self, page_ids: list[int]) -> None:
-        self.give_back(PREFIX_OWNER, tuple(page_ids))
+    def _free_prefix_pages(self, page_ids: list[int], last_used: float) -> None:
+        self.give_back(PREFIX_OWNER, tuple(page_ids), last_used)

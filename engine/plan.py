@@ -15,6 +15,16 @@ PENDING = -1
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """Copy an adapter from host memory; beside the steps in flight, unless they may still touch its pages."""
+
+    digest: str
+    slot: int
+    page_ids: tuple[int, ...]
+    after_steps: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """Tokens [start, start + len(token_ids)) of one request; `samples`: its next token is wanted."""
 
@@ -32,7 +42,7 @@ class StepPlan:
 
     evictions: tuple[Eviction, ...]
     freed_pages: tuple[int, ...]
-    loads: tuple[tuple[str, int, tuple[int, ...]], ...]  # (digest, slot, page ids)
+    loads: tuple[AdapterLoad, ...]
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]

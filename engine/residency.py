@@ -18,6 +18,7 @@ class ResidentAdapter:
     page_ids: tuple[int, ...]
     num_leases: int = 0  # running requests
     pinned: bool = False
+    ready_at: float = 0.0  # its weights are expected to be in the pool by then
     last_used: float = 0.0  # when it was loaded, or released by its last user
 
 

@@ -20,11 +20,13 @@ recompute); its sampled tokens are kept.
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter
 from collections.abc import Container, Set
 from dataclasses import dataclass
 
 from engine.admission import Admission, Lack
+from engine.copy_clock import CopyClock
 from engine.errors import RequestTooLarge
 from engine.memory import EvictionCause, Needed, PoolMemory
 from engine.plan import PENDING, ScheduledChunk, StepPlan
@@ -43,6 +45,7 @@ class SchedulerConfig:
     prefix_cache: bool = True
     max_overtakes: int = 32
     max_overtaken_s: float = 2.0
+    page_copy_s: float = 0.0  # seconds that a page of an adapter takes from host memory to the device
 
 
 class Scheduler:
@@ -53,6 +56,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by arrival
         self.running: list[Sequence] = []  # by arrival
         self._sequences: dict[str, Sequence] = {}
+        self._copies = CopyClock(config.page_copy_s)
         self._retired: set[str] = set()  # digests to drop when their last request ends
 
     def __contains__(self, request_id: str) -> bool:
@@ -70,8 +74,7 @@ class Scheduler:
 
     def capacity_tokens(self, digest: str | None = None, num_adapter_pages: int = 0) -> int:
         """Tokens one request can ever hold: the pool net of pinned adapters and of its own one."""
-        resident = self.memory.residency.get(digest) if digest else None
-        own = 0 if resident is not None and resident.pinned else num_adapter_pages
+        own = 0 if digest and self.memory.residency.is_pinned(digest) else num_adapter_pages
         num_pages = self.memory.pool.num_pages - self.memory.residency.num_pinned_pages - own
         return min(self.config.max_model_len, max(0, num_pages) * self.memory.page_tokens)
 
@@ -106,28 +109,36 @@ class Scheduler:
             self._retired.add(digest)
             return
         self._retired.discard(digest)
-        adapter = self.memory.residency.get(digest)
-        if adapter is not None:
-            adapter.pinned = False
+        self.memory.residency.unpin(digest)
+        if self.memory.residency.get(digest) is not None:
             self.memory.evict_adapter(digest, EvictionCause.UNLOADED)
 
     def keep(self, digest: str) -> None:
         """Undo `retire`: the content is wanted again."""
         self._retired.discard(digest)
 
-    def schedule(self, now: float, loadable: Container[str] | None = None) -> StepPlan:
-        """`loadable`: adapters whose image is in host memory; None: all are. Others' requests wait for it."""
+    def schedule(
+        self, now: float, loadable: Container[str] | None = None, starts_at: float | None = None
+    ) -> StepPlan:
+        """`loadable`: adapters whose image is in host memory; None: all are. Others' requests wait for it.
+
+        `starts_at`: when the device will come to this step, None: now.
+        """
         queued = {s.digest for s in self.waiting if s.digest}
         chunks, preempted = self._schedule_running(queued, now)
-        admission = Admission(self.memory, queued, loadable, now)
+        # where nobody else runs, the first one may as well wait inside the step
+        starts_at = now if starts_at is None else starts_at
+        admission = Admission(
+            self.memory, self._copies, queued, loadable, now, starts_at if self.running else math.inf
+        )
         admitted = [] if preempted else self._admit(admission, chunks, now)
-        evictions, freed = self.memory.drain_changes()
+        evictions, freed = self.memory.drain_changes(now)
         for chunk in chunks:
             self._advance(chunk)
         return StepPlan(
             evictions=evictions,
             freed_pages=freed,
-            loads=tuple((a.digest, a.slot, a.page_ids) for a in admission.loads),
+            loads=tuple(admission.loads),
             chunks=tuple(chunks),
             admitted=tuple(admitted),
             preempted=tuple(preempted),
@@ -212,7 +223,7 @@ class Scheduler:
                 chunks.append(self._chunk(seq, min(seq.num_uncomputed, budget)))
                 budget -= len(chunks[-1].token_ids)
                 admitted.append(seq.request_id)
-            elif lack is not Lack.IMAGE:
+            elif lack not in (Lack.IMAGE, Lack.COPY):
                 blocked.append((seq, len(admitted)))
                 if seq.blocked_since is None:
                     seq.blocked_since = now

@@ -8,6 +8,7 @@ Shapes: T tokens, E hidden size, H query heads, D head size, X qkv columns, I in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -83,6 +84,7 @@ class CudaLlama:
         attention: AttentionPlan,
         kv_pages: torch.Tensor,
         branch: Branch,
+        before_layer: Callable[[int], None],
     ) -> torch.Tensor:
         """Normed hidden states [T, E]; writes keys and values.
 
@@ -94,6 +96,7 @@ class CudaLlama:
         residual_TE = embed(token_ids, sampled, self.weights.embed)
         h_TE = rms_norm(residual_TE, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
+            before_layer(i)
             qkv_TX, delta = branch.linear(h_TE, layer.qkv, self.qkv, i)
             rows = slots if delta is not None else None
             q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows)

@@ -25,6 +25,9 @@ class Runner(Protocol):
     max_in_flight: int
     """Steps submitted and not collected, at most. 1: nothing is gained by submitting ahead."""
 
+    copy_bytes_per_s: float
+    """Of adapters from host memory to the device, beside the steps. inf: at once."""
+
     def start(
         self, request_id: str, params: SamplingParams, seed: int, prompt_token_ids: tuple[int, ...]
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -22,6 +23,7 @@ from kernels.sgmv import AdapterViews, absolute_offsets
 
 class CpuRunner:
     max_in_flight = 1
+    copy_bytes_per_s = math.inf
 
     def __init__(
         self,
@@ -59,8 +61,8 @@ class CpuRunner:
             self._adapters.clear(eviction.slot)
         if self._poison and plan.freed_pages:
             self._pool[list(plan.freed_pages)] = torch.nan
-        for digest, slot, page_ids in plan.loads:
-            self._load(images[digest], slot, page_ids)
+        for load in plan.loads:
+            self._load(images[load.digest], load.slot, load.page_ids)
         if plan.chunks:
             batch = build_batch(plan.chunks, "cpu", self._page_tokens)
             logits = self._model.forward(batch, self._pool, self._adapters)

@@ -12,11 +12,10 @@ every mix of adapters later. Eager steps are long enough to hide their launches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from engine.adapters.image import AdapterImage
@@ -25,6 +24,7 @@ from engine.model.llama_cuda import AfterBase, BesideBase, Branch, CudaLlama, No
 from engine.model.loading import LlamaWeights
 from engine.model.spec import ModelSpec
 from engine.plan import ScheduledChunk, StepPlan
+from engine.runner.adapter_copies import AdapterCopies, measure_copies
 from engine.runner.base import SampledToken
 from engine.runner.cuda_sampler import FIELDS, CudaSampler
 from engine.runner.step_inputs import Batch, StepInputs
@@ -32,7 +32,7 @@ from engine.runner.warm_up import mixed_steps
 from engine.sampling_params import SamplingParams
 from engine.shape import NUM_PROJECTIONS
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
-from kernels.sgmv import AdapterTable, absolute_offsets
+from kernels.sgmv import AdapterTable
 from kernels.sgmv.lists import ListCounts, lists_size, write_lists
 from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
 from kernels.sgmv.workspace import SgmvWorkspace
@@ -60,6 +60,7 @@ class _Captured:
 
 class CudaRunner:
     max_in_flight = 2
+    copy_bytes_per_s: float
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class CudaRunner:
         self._table = AdapterTable.empty(
             config.max_adapters, shape.num_layers, NUM_PROJECTIONS, config.max_rank, device
         )
-        self._slot_ranks = np.zeros(config.max_adapters, np.int32)
+        self._copies = AdapterCopies(self._pool, self._table)
         self._sampler = CudaSampler(
             config.max_num_seqs, shape.vocab_size, spec.eos_token_ids, self.max_in_flight, device
         )
@@ -119,11 +120,13 @@ class CudaRunner:
         self._logits = torch.empty(
             config.max_num_seqs, shape.vocab_size, dtype=weights.embed.dtype, device=device
         )
+        self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._graphs: dict[_Kind, _Captured] = {}
 
     def warm_up(self) -> None:
         """Compile every kernel and capture every graph: nothing of that happens while serving."""
-        table, ranks = self._table, self._slot_ranks
+        self.copy_bytes_per_s = measure_copies(self._pool)
+        table, ranks = self._table, self._copies.ranks
         table.put(
             0,
             torch.zeros_like(table.tile_offsets[0]),
@@ -169,6 +172,10 @@ class CudaRunner:
         for request_id in plan.preempted:
             self._sampler.release(request_id)
         self._apply_memory(plan, images)
+        self._compute(plan)
+        self._last_step.record()
+
+    def _compute(self, plan: StepPlan) -> None:
         num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         if not plan.chunks:
             self._sampler.skip()
@@ -189,6 +196,7 @@ class CudaRunner:
             self._write_lists(self._sgmv[bucket], batch, inputs)
         self._sampler.write(batch.sampled, inputs.host)
         inputs.copy(bucket - has_prefill)
+        self._copies.wait(segment.slot for segment in batch.segments)
         captured = self._graphs[_Kind(bucket, has_prefill, batch.has_adapters)]
         captured.graph.replay()
         self._sample(captured.hidden, batch, inputs)
@@ -204,7 +212,10 @@ class CudaRunner:
         inputs.copy(len(chunks))
         if batch.has_adapters:
             self._prefill_sgmv.resolve()
-        hidden = self._forward(inputs, num_tokens, len(chunks), branch)
+        slots = [segment.slot for segment in batch.segments]
+        hidden = self._forward(
+            inputs, num_tokens, len(chunks), branch, lambda layer: self._copies.wait_for_layer(layer, slots)
+        )
         self._sample(hidden, batch, inputs)
 
     def _sample(self, hidden: torch.Tensor, batch: Batch, inputs: StepInputs) -> None:
@@ -213,7 +224,12 @@ class CudaRunner:
         self._sampler.sample(batch.sampled, logits, inputs.host, inputs.device)
 
     def _forward(
-        self, step_inputs: StepInputs, num_tokens: int, num_seqs: int, branch: Branch
+        self,
+        step_inputs: StepInputs,
+        num_tokens: int,
+        num_seqs: int,
+        branch: Branch,
+        before_layer: Callable[[int], None] = lambda layer: None,
     ) -> torch.Tensor:
         inputs = step_inputs.device
         attention = plan_attention(
@@ -232,6 +248,7 @@ class CudaRunner:
             attention,
             self._kv_pages,
             branch,
+            before_layer,
         )
 
     @torch.inference_mode()
@@ -266,17 +283,14 @@ class CudaRunner:
 
     def _write_lists(self, workspace: SgmvWorkspace, batch: Batch, inputs: StepInputs) -> ListCounts:
         plan = workspace.plan
-        return write_lists(plan, batch.segments, self._slot_ranks, inputs.host["lists"][: lists_size(plan)])
+        return write_lists(plan, batch.segments, self._copies.ranks, inputs.host["lists"][: lists_size(plan)])
 
     def _apply_memory(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> None:
         for eviction in plan.evictions:
-            self._table.clear(eviction.slot)
+            self._copies.evict(eviction.slot)
         if self._poison and plan.freed_pages:
             self._pool[list(plan.freed_pages)] = torch.nan
-        for digest, slot, page_ids in plan.loads:
-            image = images[digest]
-            for page, page_id in zip(image.pages, page_ids, strict=True):
-                self._pool[page_id].copy_(page, non_blocking=True)
-            offsets = absolute_offsets(image.tile_offsets, page_ids, self._pool.shape[1])
-            self._table.put(slot, offsets, image.ranks, image.scales)
-            self._slot_ranks[slot] = image.rank
+            self._last_step.record()
+        for load in plan.loads:
+            after_steps = load.after_steps or self._poison
+            self._copies.start(replace(load, after_steps=after_steps), images[load.digest], self._last_step)

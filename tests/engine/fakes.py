@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ class FakeRunner:
     """The next token is the number of the adapter in the chunk's slot, 0 without one."""
 
     max_in_flight: int = 1
+    copy_bytes_per_s: float = math.inf
     in_flight: list[list[SampledToken]] = field(default_factory=list)
     started: set[str] = field(default_factory=set)
     plans: list[StepPlan] = field(default_factory=list)
@@ -45,9 +47,9 @@ class FakeRunner:
         self.plans.append(plan)
         for eviction in plan.evictions:
             self.resident.pop(eviction.slot, None)
-        for digest, slot, _ in plan.loads:
-            assert images[digest].digest == digest
-            self.resident[slot] = digest
+        for load in plan.loads:
+            assert images[load.digest].digest == load.digest
+            self.resident[load.slot] = load.digest
         tokens = []
         for chunk in plan.chunks:
             assert chunk.adapter_slot == -1 or chunk.adapter_slot in self.resident

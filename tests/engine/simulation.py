@@ -69,11 +69,11 @@ class SimulatedRunner:
             self.slots[eviction.slot] = None
         for page_id in plan.freed_pages:
             self.cells[page_id] = [None] * PAGE_TOKENS
-        for digest, slot, page_ids in plan.loads:
-            assert self.slots[slot] is None
-            self.slots[slot] = (digest, page_ids)
-            for page_id in page_ids:
-                self._write(page_id, range(PAGE_TOKENS), [(digest, ())] * PAGE_TOKENS)
+        for load in plan.loads:
+            assert self.slots[load.slot] is None
+            self.slots[load.slot] = (load.digest, load.page_ids)
+            for page_id in load.page_ids:
+                self._write(page_id, range(PAGE_TOKENS), [(load.digest, ())] * PAGE_TOKENS)
         for chunk in plan.chunks:
             self._check_reads(chunk, clients[chunk.request_id], chunk.start)
             self._write_chunk(chunk, clients[chunk.request_id])
@@ -126,6 +126,7 @@ class Simulation:
         max_overtaken_s: float = 1e9,
         memory: PoolMemory | None = None,
         max_in_flight: int = 1,
+        page_copy_s: float = 0.0,
     ) -> None:
         self.memory = memory or PoolMemory(num_pages, PAGE_TOKENS, num_slots)
         config = SchedulerConfig(
@@ -135,6 +136,7 @@ class Simulation:
             prefix_cache=prefix_cache,
             max_overtakes=max_overtakes,
             max_overtaken_s=max_overtaken_s,
+            page_copy_s=page_copy_s,
         )
         self.scheduler = Scheduler(config, self.memory)
         self.runner = SimulatedRunner(num_pages, num_slots)

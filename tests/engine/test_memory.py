@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import dataclass, field
 
 import pytest
 
+from engine.eviction import EvictionOrder, Policy, ReloadCosts
 from engine.memory import EvictionCause, Needed, PoolMemory
 from engine.page_pool import Owner, PageKind
 from engine.prefix_cache import PrefixNode
@@ -16,11 +18,14 @@ ADAPTER_PAGES = {"a": 1, "b": 2, "c": 4, "d": 3}
 NOBODY = Needed()
 
 
+HALF_LIFE_S = 8.0
+COSTS = ReloadCosts(copy_page_s=1.0, copy_s=3.0, read_page_s=4.0, read_s=20.0, prefill_page_s=2.0)
+
+
 @dataclass(slots=True)
 class NaiveAdapter:
     num_pages: int
     num_leases: int = 0
-    last_used: float = 0.0
 
 
 @dataclass(slots=True)
@@ -38,18 +43,38 @@ class NaiveMemory:
     """Numbers of pages; who yields next is found by looking at everyone."""
 
     num_slots: int
+    policy: Policy
+    in_host: set[str]
     num_free: int = NUM_PAGES
     adapters: dict[str, NaiveAdapter] = field(default_factory=dict)
     prefixes: list[NaivePrefix] = field(default_factory=list)
     evicted: list[tuple[str, EvictionCause]] = field(default_factory=list)
+    uses: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # digest -> (time, how many)
+
+    def use(self, digest: str, now: float, count: float) -> None:
+        known = self.uses.setdefault(digest, [(now, 1.0)] if count == 0.0 else [])
+        known.append((now, count))
+
+    def worth(self, digest: str) -> float:
+        if self.policy == "lru":
+            return self.uses[digest][-1][0]
+        num_pages = self.adapters[digest].num_pages
+        seconds = num_pages + 3.0 if digest in self.in_host else 4.0 * num_pages + 20.0
+        uses = sum(count * 2.0 ** (time / HALF_LIFE_S) for time, count in self.uses[digest])
+        return math.log2(uses * seconds / num_pages)
+
+    def worth_of_prefix(self, prefix: NaivePrefix) -> float:
+        if self.policy == "lru":
+            return prefix.last_used
+        return math.log2(2.0 ** (prefix.last_used / HALF_LIFE_S) * COSTS.prefill_page_s)
 
     def idle(self, needed: Needed) -> list[str]:
         """Cheapest first."""
         idle = [d for d, a in self.adapters.items() if a.num_leases == 0 and d not in needed.older]
-        return sorted(idle, key=lambda d: (d in needed.any, self.adapters[d].last_used))
+        return sorted(idle, key=lambda d: (d in needed.any, round(self.worth(d), 9), d))
 
-    def oldest_prefix(self) -> NaivePrefix | None:
-        unused = [p for p in self.prefixes if not p.in_use]
+    def oldest_prefix(self, namespace: str | None = None) -> NaivePrefix | None:
+        unused = [p for p in self.prefixes if not p.in_use and namespace in (None, p.namespace)]
         return min(unused, key=lambda p: p.last_used, default=None)
 
     def evict(self, digest: str, cause: EvictionCause) -> None:
@@ -61,19 +86,20 @@ class NaiveMemory:
     def evict_cheapest(self, needed: Needed) -> bool:
         prefix = self.oldest_prefix()
         digest = next(iter(self.idle(needed)), None)
-        # a queued adapter goes after every prefix; another one if it was used before all of them
-        if digest and not (prefix and (digest in needed.any or prefix.last_used <= self.last_used(digest))):
-            self.evict(digest, EvictionCause.PAGES)
-            return True
+        # a queued adapter goes after every prefix; another one if it is worth less than all of them
+        if digest and not (
+            prefix and (digest in needed.any or self.worth_of_prefix(prefix) <= self.worth(digest) + 1e-9)
+        ):
+            prefix = self.oldest_prefix(digest)
+            if prefix is None:
+                self.evict(digest, EvictionCause.PAGES)
+                return True
         if prefix:
             prefix.num_pages -= 1
             self.num_free += 1
             if prefix.num_pages == 0:
                 self.prefixes.remove(prefix)
         return prefix is not None
-
-    def last_used(self, digest: str) -> float:
-        return self.adapters[digest].last_used
 
     def take(self, num_pages: int, needed: Needed) -> bool:
         while self.num_free < num_pages:
@@ -84,11 +110,13 @@ class NaiveMemory:
 
 
 class Comparison:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, policy: Policy) -> None:
         self.rng = random.Random(seed)
         num_slots = self.rng.randint(1, 3)
-        self.memory = PoolMemory(NUM_PAGES, PAGE, num_slots)
-        self.naive = NaiveMemory(num_slots)
+        in_host: set[str] = set()
+        order = EvictionOrder(policy, HALF_LIFE_S, COSTS, in_host)
+        self.memory = PoolMemory(NUM_PAGES, PAGE, num_slots, order)
+        self.naive = NaiveMemory(num_slots, policy, in_host)
         self.now = 0.0
         self.tickets = itertools.count()
         self.requests: list[tuple[str, list[PrefixNode], NaivePrefix]] = []
@@ -112,7 +140,8 @@ class Comparison:
         if len(self.naive.adapters) == self.naive.num_slots:
             self.naive.evict(self.naive.idle(needed)[0], EvictionCause.SLOT)
         assert self.naive.take(ADAPTER_PAGES[digest], needed)
-        self.naive.adapters[digest] = NaiveAdapter(ADAPTER_PAGES[digest], last_used=self.now)
+        self.naive.adapters[digest] = NaiveAdapter(ADAPTER_PAGES[digest])
+        self.naive.use(digest, self.now, 0.0)
 
     def start(self) -> None:
         """A request that leaves all its pages in the prefix cache; its tokens are like no other's."""
@@ -153,13 +182,14 @@ class Comparison:
     def release_adapter(self, digest: str) -> None:
         self.memory.residency.release(digest, self.now)
         self.naive.adapters[digest].num_leases -= 1
-        self.naive.adapters[digest].last_used = self.now
+        self.naive.use(digest, self.now, 1.0)
 
     def step(self) -> None:
         self.now += 1.0
+        self.naive.in_host ^= {self.rng.choice(list(ADAPTER_PAGES))}
         self.rng.choices((self.load, self.start, self.finish), weights=(3, 4, 4))[0]()
         self.memory.check_invariants()
-        evictions, _ = self.memory.drain_changes()
+        evictions, _ = self.memory.drain_changes(now=0.0)
         assert [(e.digest, e.cause) for e in evictions] == self.naive.evicted
         self.naive.evicted = []
         assert self.memory.pool.num_free == self.naive.num_free
@@ -169,16 +199,17 @@ class Comparison:
             assert (namespace in self.memory.prefix.namespaces) == (num_pages > 0)
 
 
+@pytest.mark.parametrize("policy", ["score", "lru"])
 @pytest.mark.parametrize("seed", range(40))
-def test_who_yields_equals_a_search_of_everyone(seed: int) -> None:
-    comparison = Comparison(seed)
+def test_who_yields_equals_a_search_of_everyone(seed: int, policy: Policy) -> None:
+    comparison = Comparison(seed, policy)
     for _ in range(150):
         comparison.step()
 
 
 def resident(memory: PoolMemory, digest: str, num_pages: int, last_used: float) -> None:
     memory.load_adapter(digest, num_pages, NOBODY, last_used)
-    memory.drain_changes()
+    memory.drain_changes(now=0.0)
 
 
 def cached(memory: PoolMemory, namespace: str, num_pages: int, last_used: float) -> None:
@@ -212,7 +243,7 @@ def test_an_adapter_takes_its_prefix_pages_along() -> None:
     resident(memory, "a", 3, last_used=0.0)
     cached(memory, "a", 3, last_used=1.0)
     memory.load_adapter("b", 1, NOBODY, now=2.0)
-    evictions, freed = memory.drain_changes()
+    evictions, freed = memory.drain_changes(now=0.0)
     assert [(e.digest, e.slot, e.cause) for e in evictions] == [("a", 0, EvictionCause.SLOT)]
     assert len(freed) == 6
     assert set(evictions[0].page_ids) < set(freed)
@@ -234,11 +265,11 @@ def test_what_was_used_longest_ago_yields_first() -> None:
     cached(memory, "", 2, last_used=1.0)
     resident(memory, "new", 2, last_used=2.0)
     memory.take(OWNER, 2, NOBODY)
-    assert memory.drain_changes()[0][0].digest == "old"
+    assert memory.drain_changes(now=0.0)[0][0].digest == "old"
     memory.take(OWNER, 2, NOBODY)
     assert memory.prefix.num_pages == 0
     memory.take(OWNER, 2, NOBODY)
-    assert memory.drain_changes()[0][0].digest == "new"
+    assert memory.drain_changes(now=0.0)[0][0].digest == "new"
 
 
 def test_a_queued_adapter_yields_last() -> None:
@@ -260,9 +291,7 @@ def test_pinned_and_leased_adapters_and_what_older_requests_need_never_yield() -
     for digest in ("pinned", "leased", "older"):
         resident(memory, digest, 2, last_used=0.0)
     memory.residency.acquire("leased")
-    pinned = memory.residency.get("pinned")
-    assert pinned is not None
-    pinned.pinned = True
+    memory.residency.pin("pinned", 2)
     needed = Needed(older={"older"})
     assert not memory.can_take(1, needed)
     assert not memory.has_slot(needed)
@@ -285,7 +314,7 @@ def test_a_page_whose_tokens_are_cached_already_is_freed_for_the_cached_one() ->
     (page_id,) = memory.take(OWNER, 1, NOBODY)
     node = memory.share(OWNER, "", None, (0,) * PAGE, page_id)
     assert node.page_id != page_id
-    assert memory.drain_changes()[1] == (page_id,)
+    assert memory.drain_changes(now=0.0)[1] == (page_id,)
     assert memory.pool.num_free == 3
 
 

@@ -1,0 +1,23 @@
+"""When the device will be through with the step in flight, from how long the last ones took. Pure."""
+
+from __future__ import annotations
+
+
+class StepClock:
+    def __init__(self) -> None:
+        self._step_s = 0.0
+        self._began: float | None = None  # the oldest step in flight, as far as the host can know
+
+    def submitted(self, now: float) -> None:
+        if self._began is None:
+            self._began = now
+
+    def collected(self, now: float, is_last: bool) -> None:
+        """`is_last`: no step is in flight any more; else the next one begins now."""
+        assert self._began is not None
+        # the newest step tells most: steps of one kind follow each other
+        self._step_s += 0.5 * (now - self._began - self._step_s)
+        self._began = None if is_last else now
+
+    def free_at(self, now: float) -> float:
+        return now if self._began is None else max(now, self._began + self._step_s)
