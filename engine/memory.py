@@ -1,8 +1,8 @@
 """One pool, three owners: who yields a page when none is free. Pure: no tensors, no clock.
 
 The cheapest owner yields first: an unused prefix leaf or an idle adapter, whichever is worth less a page (see
-`engine.eviction`). An adapter's prefix KV goes before the adapter, since without the adapter nobody can use it.
-Leased and pinned adapters and pages in use never yield.
+`engine.eviction`). An adapter's prefix KV goes before the adapter, since without the adapter nobody can use
+it. Leased and pinned adapters and pages in use never yield.
 """
 
 from __future__ import annotations
@@ -165,9 +165,7 @@ class PoolMemory:
         adapter = self._cheapest_adapter(needed)
         if adapter is not None and (
             leaf is None
-            or (
-                adapter.digest not in needed.any and adapter.worth < self.order.prefix_page(leaf.last_used)
-            )
+            or (adapter.digest not in needed.any and adapter.worth < self.order.prefix_page(leaf.last_used))
         ):
             leaf = self.prefix.oldest_leaf(adapter.digest)
             if leaf is None:

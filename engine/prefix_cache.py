@@ -98,6 +98,13 @@ class PrefixCache:
         """The unused leaf that was used longest ago, or None."""
         return next(iter(self._unused), None)
 
+    def oldest_leaf(self, namespace: str) -> PrefixNode | None:
+        """Of a namespace that nobody uses: the leaf below those used longest ago, or None."""
+        node = self._roots.get(namespace)
+        while node is not None and node.children:
+            node = min(node.children.values(), key=_last_used)
+        return node
+
     def evict(self, node: PrefixNode) -> int:
         """Remove an unused leaf; the page is the caller's again."""
         assert node.num_users == 0
@@ -141,3 +148,7 @@ class PrefixCache:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+def _last_used(node: PrefixNode) -> float:
+    return node.last_used

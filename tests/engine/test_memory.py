@@ -136,6 +136,7 @@ class Comparison:
         assert self.memory.has_slot(needed) == has_slot
         if not (has_slot and self.check_can_take(ADAPTER_PAGES[digest], needed)):
             return
+        self.naive.in_host.add(digest)
         self.memory.load_adapter(digest, ADAPTER_PAGES[digest], needed, self.now)
         if len(self.naive.adapters) == self.naive.num_slots:
             self.naive.evict(self.naive.idle(needed)[0], EvictionCause.SLOT)
@@ -186,7 +187,8 @@ class Comparison:
 
     def step(self) -> None:
         self.now += 1.0
-        self.naive.in_host ^= {self.rng.choice(list(ADAPTER_PAGES))}
+        if self.rng.random() < 0.3:
+            self.naive.in_host.discard(self.rng.choice(list(ADAPTER_PAGES)))
         self.rng.choices((self.load, self.start, self.finish), weights=(3, 4, 4))[0]()
         self.memory.check_invariants()
         evictions, _ = self.memory.drain_changes(now=0.0)
@@ -238,6 +240,25 @@ def test_prefix_pages_of_an_adapter_go_before_the_adapter() -> None:
     assert memory.prefix.num_pages == 0
 
 
+def test_prefix_pages_go_before_an_adapter_that_is_worth_less_than_they_are() -> None:
+    """Also when other prefix pages are older: those are worth more than the adapter, too."""
+    costs = ReloadCosts(copy_page_s=1e-6, copy_s=1e-6, prefill_page_s=1.0)
+    memory = PoolMemory(8, PAGE, num_slots=2, order=EvictionOrder(costs=costs))
+    cached(memory, "", 2, last_used=0.0)
+    resident(memory, "a", 3, last_used=0.0)
+    cached(memory, "a", 3, last_used=1.0)
+    for num_pages, num_prefix_pages, has_adapter in (
+        (2, 3, True),
+        (1, 2, True),
+        (1, 2, False),
+        (3, 1, False),
+    ):
+        memory.take(OWNER, num_pages, NOBODY)
+        assert memory.prefix.num_pages == num_prefix_pages
+        assert (memory.residency.get("a") is not None) == has_adapter
+    memory.check_invariants()
+
+
 def test_an_adapter_takes_its_prefix_pages_along() -> None:
     memory = PoolMemory(8, PAGE, num_slots=1)
     resident(memory, "a", 3, last_used=0.0)
@@ -259,8 +280,8 @@ def test_the_adapter_that_loses_its_slot_makes_room_before_anything_else_is_evic
     assert memory.prefix.num_pages == 4
 
 
-def test_what_was_used_longest_ago_yields_first() -> None:
-    memory = PoolMemory(6, PAGE, num_slots=2)
+def test_by_lru_what_was_used_longest_ago_yields_first() -> None:
+    memory = PoolMemory(6, PAGE, num_slots=2, order=EvictionOrder("lru"))
     resident(memory, "old", 2, last_used=0.0)
     cached(memory, "", 2, last_used=1.0)
     resident(memory, "new", 2, last_used=2.0)

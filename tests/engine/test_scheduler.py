@@ -162,9 +162,7 @@ def test_capacity_is_net_of_pinned_adapters_and_of_the_requests_own() -> None:
     capacity = simulation.scheduler.capacity_tokens
     assert capacity() == 12 * 4
     assert capacity("pinned", 5) == 7 * 4
-    adapter = simulation.memory.residency.get("pinned")
-    assert adapter is not None
-    adapter.pinned = True
+    simulation.memory.residency.pin("pinned", 5)
     assert capacity() == 7 * 4
     assert capacity("pinned", 5) == 7 * 4
     assert capacity("other", 3) == 4 * 4
@@ -254,9 +252,7 @@ def test_a_pinned_adapter_is_not_the_one_to_drain() -> None:
     for name, digest in (("1", "busy"), ("2", "busy"), ("3", "pinned")):
         simulation.submit(name, 3, max_tokens=6, digest=digest)
     simulation.step()
-    adapter = simulation.memory.residency.get("pinned")
-    assert adapter is not None
-    adapter.pinned = True
+    simulation.memory.residency.pin("pinned", 1)
     for name, digest in (("B", "B"), ("4", "pinned"), ("5", "busy")):
         simulation.submit(name, 3, max_tokens=6, digest=digest)
     assert simulation.step().admitted == ("4",)
@@ -374,9 +370,7 @@ def test_unloading_lifts_the_pin() -> None:
     simulation = Simulation(num_pages=30, num_slots=1)
     simulation.submit("loads", 3, digest="b")
     simulation.run_to_end()
-    adapter = simulation.memory.residency.get("b")
-    assert adapter is not None
-    adapter.pinned = True
+    simulation.memory.residency.pin("b", 1)
     simulation.scheduler.retire("b")
     assert simulation.resident() == set()
 
