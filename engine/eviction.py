@@ -74,7 +74,7 @@ class EvictionOrder:
         self._log_prefill_page_s = math.log2(self._costs.prefill_page_s)
 
     def used(self, digest: str, now: float, count: float = 1.0) -> None:
-        """`count` 0: loaded for uses to come. What is new counts as used once, so that it is not the first to go."""
+        """`count` 0: loaded for uses to come. What is new counts as used once: it is not the first to go."""
         uses = self._uses.get(digest)
         if uses is None:
             self._uses[digest] = _Uses(max(1.0, count), now)
