@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.sgmv.tiles_kernel import RANKS, columns_of, find_block, find_item, unpack
+from kernels.sgmv.tiles_kernel import RANKS, columns_of, find_block, item_entry, unpack
 
 
 @triton.jit(do_not_specialize=["module", "items", "max_tokens"])
@@ -28,21 +28,19 @@ def shrink_kernel(
     CHUNKS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
-    RANK_BLOCKS: tl.constexpr,
     ALIGN: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    tl.static_assert(RANK_BLOCKS == 1)
     COLUMNS: tl.constexpr = SLICES * PLANE_RANK
     unit = tl.program_id(0)
-    row, rows, first, tile, slice_, split = find_item(
-        lists_ptr, tiles_ptr, unit, module, items, SPLITS, SLICES, 1
+    row, rows, first, tile, slice_, split = _find_item(
+        lists_ptr, tiles_ptr, unit, module, items, SPLITS, SLICES
     )
     while rows > 0:
         unit += tl.num_programs(0)
-        next_row, next_rows, next_first, next_tile, next_slice, next_split = find_item(
-            lists_ptr, tiles_ptr, unit, module, items, SPLITS, SLICES, 1
+        next_row, next_rows, next_first, next_tile, next_slice, next_split = _find_item(
+            lists_ptr, tiles_ptr, unit, module, items, SPLITS, SLICES
         )
         plane_ptr = planes_ptr + (split * max_tokens + row) * COLUMNS + slice_ * PLANE_RANK + first * RANKS
         _shrink_rows(
@@ -51,6 +49,23 @@ def shrink_kernel(
         )  # fmt: skip
         row, rows, first, tile = next_row, next_rows, next_first, next_tile
         slice_, split = next_slice, next_split
+
+
+@triton.jit
+def _find_item(
+    lists_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    unit: tl.tensor,
+    module: tl.tensor,
+    items: tl.tensor,
+    SPLITS: tl.constexpr,
+    SLICES: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Of a unit: first token, tokens (0: past the end), rank block, tile, slice, part of K."""
+    row, rows, first, _, item = item_entry(lists_ptr, unit // (SPLITS * SLICES), items)
+    slice_ = unit // SPLITS % SLICES
+    tile = tl.load(tiles_ptr + (module + slice_).to(tl.int64) * items + item)
+    return row, rows, first, tile, slice_, unit % SPLITS
 
 
 @triton.jit

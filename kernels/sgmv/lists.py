@@ -26,6 +26,7 @@ COUNT_SHIFT = 16
 class ListCounts(NamedTuple):
     items: int
     blocks: int
+    plain_tokens: int  # without an adapter; in prefill they come first
 
 
 def lists_size(plan: SgmvPlan) -> int:
@@ -42,21 +43,26 @@ def write_lists(
     """Fill `out` [lists_size(plan)] int32.
 
     Segments without an adapter (slot -1) leave no trace; consecutive segments should differ in their slots.
-    slot_ranks [slots]: the largest rank among an adapter's modules; smaller and absent modules are found on
-    the device.
+    In prefill the segment without an adapter is the first. slot_ranks [slots]: the largest rank among an
+    adapter's modules; smaller and absent modules are found on the device.
     """
     adapted = np.array([s for s in segments if s.slot >= 0 and s.end > s.start], np.int32).reshape(-1, 3)
-    rank_blocks = -(-slot_ranks[adapted[:, 0]] // RANK_BLOCK)
+    plain_tokens = sum(s.end - s.start for s in segments if s.slot < 0)
+    is_first = not len(adapted) or adapted[0, 1] == plain_tokens
+    assert plan.kind == "decode" or is_first, "tokens without an adapter behind others"
+    # an adapter without a module has a block all the same: somebody must write its rows
+    rank_blocks = np.maximum(-(-slot_ranks[adapted[:, 0]] // RANK_BLOCK), 1)
     assert (rank_blocks <= plan.rank_blocks).all(), "a rank that the planes have no room for"
-    adapted, rank_blocks = adapted[rank_blocks > 0], rank_blocks[rank_blocks > 0]
     items = _rank_groups(_row_blocks(adapted, rank_blocks, plan.shrink.rows), plan.shrink.rank_blocks)
     blocks = _row_blocks(adapted, rank_blocks, plan.expand.rows)
+    # the longest work first: what starts last should not end long after all others
+    blocks = blocks[np.argsort(-blocks[:, 3] * (1 + blocks[:, 1]), kind="stable")]
     blocks[:, 3] <<= COUNT_SHIFT
-    counts = ListCounts(len(items), len(blocks))
+    counts = ListCounts(len(items), len(blocks), plain_tokens)
     assert counts.items <= plan.max_items, "more than the plan allows"
     assert counts.blocks <= plan.max_blocks, "more than the plan allows"
     out[:] = 0
-    out[:2] = counts
+    out[:2] = counts.items, counts.blocks
     out[HEADER : HEADER + items.size] = items.ravel()
     out[blocks_start(plan) :][: blocks.size] = blocks.ravel()
     return counts

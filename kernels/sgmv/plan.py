@@ -15,15 +15,24 @@ from kernels.sgmv.table import RANK_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class ShrinkTile:
-    """A unit of work is (row block, rank blocks, slice, part of K)."""
+    """A unit of work is (row block, group of (slice, rank block) pairs, part of K)."""
 
     rows: int  # tokens that share one read of A
-    rank_blocks: int  # of one adapter, side by side in one product
+    rank_blocks: int  # of one adapter, in an item of the list
+    max_group: int  # pairs of one item that are side by side in one product, so that x is read once
     block_k: int
     min_chunks: int  # of block_k; the sums over at least these leave for a plane of partial sums
     max_splits: int  # planes, all of which the expand reads again for each of its tiles
     num_warps: int
     num_stages: int
+
+    def group(self, slices: int) -> int:
+        """A power of two."""
+        return min(self.max_group, 1 << (slices * self.rank_blocks - 1).bit_length())
+
+    def num_units(self, slices: int, in_features: int) -> int:
+        """Of one item, as many as its rank blocks may need."""
+        return -(-slices * self.rank_blocks // self.group(slices)) * self.num_splits(in_features)
 
     def num_chunks(self, in_features: int) -> int:
         return max(self.min_chunks, -(-in_features // (self.block_k * self.max_splits)))
@@ -54,6 +63,7 @@ class SgmvPlan:
     max_rank: int
     shrink: ShrinkTile
     expand: ExpandTile
+    gated: ExpandTile  # of the expand that ends in silu * mul, in prefill; rows as in `expand`
 
     @property
     def rank_blocks(self) -> int:
@@ -80,6 +90,7 @@ def decode_plan(max_tokens: int, max_rank: int) -> SgmvPlan:
     shrink = ShrinkTile(
         rows=8,
         rank_blocks=1,
+        max_group=1,
         block_k=256,
         min_chunks=4,
         max_splits=16,
@@ -87,7 +98,7 @@ def decode_plan(max_tokens: int, max_rank: int) -> SgmvPlan:
         num_stages=5,  # all chunks are on their way at once
     )
     expand = ExpandTile(rows=4, columns=512, tiles=1, num_warps=2)
-    return SgmvPlan("decode", max_tokens, max_tokens, max_rank, shrink, expand)
+    return SgmvPlan("decode", max_tokens, max_tokens, max_rank, shrink, expand, expand)
 
 
 def prefill_plan(max_tokens: int, max_segments: int, max_rank: int) -> SgmvPlan:
@@ -96,11 +107,13 @@ def prefill_plan(max_tokens: int, max_segments: int, max_rank: int) -> SgmvPlan:
     shrink = ShrinkTile(
         rows=64,
         rank_blocks=min(4, 1 << (rank_blocks - 1).bit_length()),
-        block_k=128,
-        min_chunks=8,
+        max_group=4,
+        block_k=64,
+        min_chunks=16,
         max_splits=4,
         num_warps=4,
-        num_stages=4,
+        num_stages=5,
     )
     expand = ExpandTile(rows=32, columns=128, tiles=8, num_warps=4)
-    return SgmvPlan("prefill", max_tokens, max_segments, max_rank, shrink, expand)
+    gated = ExpandTile(rows=32, columns=64, tiles=16, num_warps=4)
+    return SgmvPlan("prefill", max_tokens, max_segments, max_rank, shrink, expand, gated)

@@ -89,29 +89,20 @@ def unpack(
 
 
 @triton.jit
-def find_item(
-    lists_ptr: tl.tensor,
-    tiles_ptr: tl.tensor,
-    unit: tl.tensor,
-    module: tl.tensor,
-    items: tl.tensor,
-    SPLITS: tl.constexpr,
-    SLICES: tl.constexpr,
-    RANK_BLOCKS: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """Of a shrink's unit: first token, tokens (0: past the end), first rank block, tile, slice, part of K."""
-    item = tl.minimum(unit // (SPLITS * SLICES), items - 1)
-    slice_ = unit // SPLITS % SLICES
-    tile_ptr = tiles_ptr + ((module + slice_).to(tl.int64) * items + item) * RANK_BLOCKS
-    if RANK_BLOCKS == 1:
-        tile = tl.load(tile_ptr)
-    else:  # by rank
-        tile = tl.load(tile_ptr + tl.arange(0, RANK_BLOCKS * RANKS) // RANKS)
+def item_entry(
+    lists_ptr: tl.tensor, item: tl.tensor, items: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of the shrink's list: first token, tokens (0: past the end), first rank block, rank blocks, item."""
+    item = tl.minimum(item, items - 1)
     item_ptr = lists_ptr + _HEADER + item * _FIELDS
-    row = tl.load(item_ptr).to(tl.int64)
-    rows = tl.load(item_ptr + 1)
-    first = tl.load(item_ptr + 3) & _FIRST_MASK
-    return row, rows, first, tile, slice_, unit % SPLITS
+    rank_blocks = tl.load(item_ptr + 3)
+    return (
+        tl.load(item_ptr).to(tl.int64),
+        tl.load(item_ptr + 1),
+        rank_blocks & _FIRST_MASK,
+        rank_blocks >> _COUNT_SHIFT,
+        item,
+    )
 
 
 @triton.jit

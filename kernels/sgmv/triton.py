@@ -66,10 +66,13 @@ def shrink(
     a_tiles; `align` divides every tile's offset and width. `num_ctas`: any number in decode, one a unit in
     prefill.
     """
-    tile = plan.shrink
+    tile, slices = plan.shrink, len(module.widths)
     assert x.is_contiguous()
     assert x.shape[1] == module.in_features
-    kernel = decode_kernel.shrink_kernel if plan.kind == "decode" else prefill_kernel.shrink_kernel
+    decode = plan.kind == "decode"
+    kernel = decode_kernel.shrink_kernel if decode else prefill_kernel.shrink_kernel
+    prefill = {"RANK_BLOCKS": tile.rank_blocks, "GROUP": tile.group(slices)}
+    own = {"WARPS": tile.num_warps} if decode else prefill
     kernel[(num_ctas,)](
         x,
         pool,
@@ -80,17 +83,16 @@ def shrink(
         plan.max_items + 1,
         plan.max_tokens,
         K=module.in_features,
-        SLICES=len(module.widths),
+        SLICES=slices,
         PLANE_RANK=plan.rank_blocks * RANK_BLOCK,
         SPLITS=tile.num_splits(module.in_features),
         CHUNKS=tile.num_chunks(module.in_features),
         BLOCK_K=tile.block_k,
         ROWS=tile.rows,
-        RANK_BLOCKS=tile.rank_blocks,
         ALIGN=align,
-        WARPS=tile.num_warps,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
+        **own,
     )
 
 
@@ -109,7 +111,7 @@ def expand(
     add: bool,
 ) -> None:
     """planes -> out [T, columns] contiguous. `add`: out += delta, columns of absent modules untouched;
-    otherwise (decode only) out = delta with zeros there. Rows without an adapter are never touched.
+    otherwise out = delta with zeros there. Rows without an adapter are never touched.
 
     In prefill the sum of the planes passes through x's dtype, in two parts: in fp16 it must stay below 65504.
     """
@@ -118,10 +120,9 @@ def expand(
     assert out.is_contiguous()
     assert out.shape[1] == sum(widths)
     assert len(module.widths) <= 3
-    assert add or plan.kind == "decode"
     decode = plan.kind == "decode"
     kernel = decode_kernel.expand_kernel if decode else prefill_kernel.expand_kernel
-    own = {"ADD": add} if decode else {"TILES": tile.tiles}
+    own = {} if decode else {"TILES": tile.tiles}
     kernel[(num_ctas,)](
         out,
         pool,
@@ -142,7 +143,57 @@ def expand(
         RANK_BLOCKS=plan.rank_blocks,
         ROWS=tile.rows,
         BLOCK_N=tile.columns,
+        ADD=add,
         ALIGN=align,
         num_warps=tile.num_warps,
         **own,
+    )
+
+
+def expand_silu_mul(
+    act: torch.Tensor,
+    y: torch.Tensor,
+    planes: torch.Tensor,
+    pool: torch.Tensor,
+    lists: torch.Tensor,
+    b_tiles: torch.Tensor,
+    scales: torch.Tensor,
+    plan: SgmvPlan,
+    module: FusedModule,
+    layer_module: int,
+    align: int,
+    num_ctas: int,
+) -> None:
+    """act [T, width] = silu(gate) * up of (gate | up) = y + delta, contiguous, in prefill. y is not changed.
+
+    Only rows that the lists name are written. Rounding as if y had got its delta first.
+    """
+    tile, width = plan.gated, module.widths[0]
+    assert plan.kind == "prefill"
+    assert module.widths == (width, width)
+    assert y.is_contiguous()
+    assert act.is_contiguous()
+    assert y.shape == (len(act), 2 * width)
+    prefill_kernel.expand_silu_mul_kernel[(num_ctas,)](
+        act,
+        y,
+        pool,
+        lists,
+        b_tiles,
+        scales,
+        planes,
+        layer_module,
+        scales.shape[1] * scales.shape[2],
+        blocks_start(plan),
+        plan.max_blocks + 1,
+        plan.max_tokens,
+        WIDTH=width,
+        PLANE_RANK=plan.rank_blocks * RANK_BLOCK,
+        SPLITS=plan.shrink.num_splits(module.in_features),
+        RANK_BLOCKS=plan.rank_blocks,
+        ROWS=plan.expand.rows,
+        BLOCK_N=tile.columns,
+        TILES=tile.tiles,
+        ALIGN=align,
+        num_warps=tile.num_warps,
     )

@@ -7,7 +7,6 @@ order, of graphs or of who fills the lists.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +14,8 @@ import torch
 from kernels.sgmv.lists import ListCounts, lists_size
 from kernels.sgmv.plan import SgmvPlan
 from kernels.sgmv.table import RANK_BLOCK, AdapterTable, FusedModule
-from kernels.sgmv.triton import expand, resolve, shrink
+from kernels.sgmv.triton import expand, expand_silu_mul, resolve, shrink
+from kernels.silu_mul.triton import silu_mul
 
 _ALIGN = 16  # elements; what the widths of the usual models allow
 _CTAS_PER_SM = 16  # of a captured launch at most: more are mostly idle, and not free
@@ -115,6 +115,46 @@ class SgmvWorkspace:
         """y += the LoRA branch, on the current stream. `counts` fit the grids to this step, not to any."""
         self._run(y, x, module, layer, counts, add=True)
 
+    def delta(self, x: torch.Tensor, module: FusedModule, layer: int, counts: ListCounts) -> torch.Tensor:
+        """The LoRA branch alone [T, columns], new; zeros in rows without an adapter. In prefill only.
+
+        For a base product that adds to it (beta = 1): cheaper by a pass over y than `add` behind the product.
+        """
+        assert self.plan.kind == "prefill"
+        delta = x.new_empty(x.shape[0], sum(module.widths))
+        delta[: counts.plain_tokens].zero_()
+        self._run(delta, x, module, layer, counts, add=False)
+        return delta
+
+    def silu_mul(
+        self, gate_up: torch.Tensor, x: torch.Tensor, module: FusedModule, layer: int, counts: ListCounts
+    ) -> torch.Tensor:
+        """silu_mul(gate_up + the LoRA branch) [T, width], new; gate_up [T, 2 width] is not changed.
+
+        What `add` and then silu_mul would give, in one pass over gate_up. In prefill only.
+        """
+        act = gate_up.new_empty(gate_up.shape[0], module.widths[0])
+        plain = counts.plain_tokens
+        silu_mul(gate_up[:plain], out=act[:plain])
+        if counts.blocks == 0:
+            return act
+        layer_module = self._shrink(x, module, layer, counts)
+        expand_silu_mul(
+            act,
+            gate_up,
+            self._planes,
+            self._pool,
+            self.lists,
+            self._b_tiles,
+            self._table.scales,
+            self.plan,
+            module,
+            layer_module,
+            self._align,
+            counts.blocks * self.plan.gated.num_units(module.widths[:1]),
+        )
+        return act
+
     def _run(
         self,
         out: torch.Tensor,
@@ -124,41 +164,51 @@ class SgmvWorkspace:
         counts: ListCounts | None,
         add: bool,
     ) -> None:
-        plan, widths = self.plan, module.widths
-        assert x.shape[0] <= plan.max_tokens
-        assert x.dtype == out.dtype == self._pool.dtype
-        items, blocks = counts or (plan.max_items, plan.max_blocks)
+        plan = self.plan
+        assert x.dtype == out.dtype
+        blocks = plan.max_blocks if counts is None else counts.blocks
         if blocks == 0:
             return
-        max_ctas = self._max_ctas if plan.kind == "decode" else sys.maxsize
-        shrink_units = items * len(widths) * plan.shrink.num_splits(module.in_features)
-        expand_units = blocks * plan.expand.num_units(widths)
-        layer_module = layer * self._num_projections + module.projection
-        tensors = (self._pool, self.lists)
-        shrink(
-            self._planes,
-            x,
-            *tensors,
-            self._a_tiles,
-            plan,
-            module,
-            layer_module,
-            self._align,
-            min(shrink_units, max_ctas),
-        )
+        layer_module = self._shrink(x, module, layer, counts)
         expand(
             out,
             self._planes,
-            *tensors,
+            self._pool,
+            self.lists,
             self._b_tiles,
             self._table.scales,
             plan,
             module,
             layer_module,
             self._align,
-            min(expand_units, max_ctas),
+            self._num_ctas(blocks * plan.expand.num_units(module.widths)),
             add,
         )
+
+    def _shrink(self, x: torch.Tensor, module: FusedModule, layer: int, counts: ListCounts | None) -> int:
+        """x -> planes; returns the row of the first projection in the resolved tiles."""
+        plan = self.plan
+        assert x.shape[0] <= plan.max_tokens
+        assert x.dtype == self._pool.dtype
+        items = plan.max_items if counts is None else counts.items
+        layer_module = layer * self._num_projections + module.projection
+        shrink(
+            self._planes,
+            x,
+            self._pool,
+            self.lists,
+            self._a_tiles,
+            plan,
+            module,
+            layer_module,
+            self._align,
+            self._num_ctas(items * plan.shrink.num_units(len(module.widths), module.in_features)),
+        )
+        return layer_module
+
+    def _num_ctas(self, num_units: int) -> int:
+        """Prefill has one for each unit."""
+        return num_units if self.plan.kind == "prefill" else min(num_units, self._max_ctas)
 
 
 def _plane_elems(plan: SgmvPlan, module: FusedModule) -> int:

@@ -73,5 +73,12 @@ def _silu_mul_kernel(
         up += tl.load(delta_ptr + at + width, mask=read, other=0.0).to(tl.float32)
         gate = gate.to(dtype).to(tl.float32)
         up = up.to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row.to(tl.int64) * width + columns, (activated * up).to(dtype), mask=inside)
+    tl.store(out_ptr + row.to(tl.int64) * width + columns, silu_times(gate, up, dtype), mask=inside)
+
+
+@triton.jit
+def silu_times(gate: tl.tensor, up: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """silu(gate) * up in DTYPE, rounded after each step."""
+    gate = gate.to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(DTYPE)
+    return (activated.to(tl.float32) * up.to(tl.float32)).to(DTYPE)

@@ -53,13 +53,14 @@ def test_every_adapted_token_and_rank_block_is_walked_once(plan: SgmvPlan) -> No
         lists = np.full(lists_size(plan), POISON, np.int32)
         counts = write_lists(plan, segments, ranks, lists)
         items, blocks = entries(plan, lists)
-        assert (len(items), len(blocks)) == counts
+        num_plain = sum(end - start for slot, start, end in segments if slot < 0)
+        assert (len(items), len(blocks), num_plain) == counts
         want = sorted(
             (token, slot, block)
             for slot, start, end in segments
             if slot >= 0
             for token in range(start, end)
-            for block in range(-(-ranks[slot] // RANK_BLOCK))
+            for block in range(max(1, -(-ranks[slot] // RANK_BLOCK)))
         )
         assert covered(items) == covered(blocks) == want
         assert (items[:, 1] <= plan.shrink.rows).all()
@@ -83,14 +84,21 @@ def test_any_mix_of_the_largest_adapters_fits(plan: SgmvPlan, num_segments: int)
 def test_a_batch_without_adapters_is_empty() -> None:
     plan = decode_plan(8, MAX_RANK)
     lists = np.full(lists_size(plan), POISON, np.int32)
-    assert write_lists(plan, [Segment(-1, 0, 8)], np.array([16]), lists) == (0, 0)
-    assert write_lists(plan, [], np.array([16]), lists) == (0, 0)
+    assert write_lists(plan, [Segment(-1, 0, 8)], np.array([16]), lists) == (0, 0, 8)
+    assert write_lists(plan, [], np.array([16]), lists) == (0, 0, 0)
 
 
 def test_more_than_the_plan_allows_is_our_mistake() -> None:
     plan = decode_plan(2, 16)
     with pytest.raises(AssertionError):
         write_lists(plan, [Segment(0, 0, 400)], np.array([16]), np.zeros(lists_size(plan), np.int32))
+
+
+def test_prefill_wants_tokens_without_adapter_first() -> None:
+    plan = prefill_plan(8, 4, 16)
+    lists = np.zeros(lists_size(plan), np.int32)
+    with pytest.raises(AssertionError):
+        write_lists(plan, [Segment(0, 0, 3), Segment(-1, 3, 8)], np.array([16]), lists)
 
 
 def test_a_rank_above_the_plans_is_our_mistake() -> None:

@@ -20,8 +20,10 @@ from kernels.sgmv.lists import ListCounts, write_lists
 from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
 from kernels.sgmv.table import FusedModule
 from kernels.sgmv.workspace import SgmvWorkspace
+from kernels.silu_mul import silu_mul
 from tests.kernels.test_sgmv import consecutive
 from tests.kernels.tiles import Modules, TilePool, random_lora
+from tests.kernels.triton_cases import ULP
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RANKS = (1, 4, 8, 15, 16, 17, 24, 40)
@@ -126,9 +128,27 @@ class World:
             workspace.add(got, x, module, LAYER, counts)
             self.compare(got, y.double() + want)
             assert torch.equal(got[want == 0], y[want == 0])  # bit for bit
+            if workspace.plan.kind == "prefill":
+                self.compare(workspace.delta(x, module, LAYER, counts), want)
+                if module is self.modules[2]:
+                    self.check_silu_mul(workspace, x, y, got, counts)
             if workspace.plan.kind == "decode":
                 _, delta = workspace.beside(x, module, LAYER, partial(y.clone))
                 self.compare(delta[adapted], want[adapted])
+
+    def check_silu_mul(
+        self,
+        workspace: SgmvWorkspace,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        with_lora: torch.Tensor,
+        counts: ListCounts,
+    ) -> None:
+        """One pass gives what `add` and silu_mul give."""
+        before = y.clone()
+        act = workspace.silu_mul(y, x, self.modules[2], LAYER, counts)
+        assert torch.equal(y, before)
+        torch.testing.assert_close(act, silu_mul(with_lora), atol=ULP[self.dtype], rtol=2 * ULP[self.dtype])
 
     def compare(self, got: torch.Tensor, want: torch.Tensor) -> None:
         tolerance = TOLERANCE[self.dtype]
