@@ -5,6 +5,7 @@ Knows nothing of order and fairness, which are the scheduler's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
 from enum import Enum
 
@@ -94,7 +95,9 @@ class Admission:
         if self._loadable is not None and digest not in self._loadable:
             self.missing.add(digest)
             return Lack.IMAGE
-        if self._copies.is_backed_up(self._now):
+        # where nobody runs, one of them waits inside the step
+        may_wait = self._starts_at == math.inf and not self.loads
+        if not may_wait and self._copies.is_backed_up(self._now):
             return Lack.COPY
         if not self._slots_are_gone:
             self._slots_are_gone = not self._memory.has_slot(Needed(self.protected, self._queued))

@@ -1,7 +1,8 @@
 """Which tokens the next step computes. Pure: no torch, no clock, no I/O; a decision goes out as a StepPlan.
 
 Continuous batching with chunked prefill under a token budget. Running requests come first, oldest first: each
-decodes one token, what the budget leaves goes to prefill chunks, then to new requests in order of arrival.
+decodes one token, what the budget leaves goes to prefill chunks, then to new requests in the order of
+`engine.waiting`: the adapter that was served least comes first.
 
 A waiting request that lacks pages or an adapter slot does not block those behind it, but it can be overtaken
 only so often: past `max_overtakes` admissions (counted at the end of a step) or `max_overtaken_s` it starves:
@@ -32,6 +33,7 @@ from engine.memory import EvictionCause, Needed, PoolMemory
 from engine.plan import PENDING, ScheduledChunk, StepPlan
 from engine.request import FinishReason
 from engine.sequence import Sequence
+from engine.waiting import WaitingQueue
 
 MAX_LACKING_PAGES = 8
 """So many requests that lack pages are tried a step: those behind would hardly fit, and trying costs time."""
@@ -43,6 +45,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     prefix_cache: bool = True
+    fair: bool = True  # new requests by what their adapter was given so far; False: by arrival
     max_overtakes: int = 32
     max_overtaken_s: float = 2.0
     page_copy_s: float = 0.0  # seconds that a page of an adapter takes from host memory to the device
@@ -53,7 +56,7 @@ class Scheduler:
         assert config.max_num_batched_tokens >= config.max_num_seqs, "each running request decodes a token"
         self.config = config
         self.memory = memory
-        self.waiting: list[Sequence] = []  # by arrival
+        self.waiting = WaitingQueue(config.fair)
         self.running: list[Sequence] = []  # by arrival
         self._sequences: dict[str, Sequence] = {}
         self._copies = CopyClock(config.page_copy_s)
@@ -90,7 +93,7 @@ class Scheduler:
                 param="max_tokens" if len(seq.prompt_token_ids) < capacity else "prompt",
             )
         self._sequences[seq.request_id] = seq
-        _insert(self.waiting, seq)
+        self.waiting.add(seq)
 
     def finish(self, request_id: str, now: float) -> None:
         """Done, cancelled or failed: everything it holds goes back."""
@@ -99,7 +102,7 @@ class Scheduler:
             _remove(self.running, seq)
             self._release(seq, now)
         else:
-            _remove(self.waiting, seq)
+            self.waiting.remove(seq)
         if seq.digest in self._retired:
             self.retire(seq.digest)
 
@@ -124,12 +127,16 @@ class Scheduler:
 
         `starts_at`: when the device will come to this step, None: now.
         """
-        queued = {s.digest for s in self.waiting if s.digest}
-        chunks, preempted = self._schedule_running(queued, now)
+        chunks, preempted = self._schedule_running(now)
         # where nobody else runs, the first one may as well wait inside the step
         starts_at = now if starts_at is None else starts_at
         admission = Admission(
-            self.memory, self._copies, queued, loadable, now, starts_at if self.running else math.inf
+            self.memory,
+            self._copies,
+            self.waiting.namespaces,
+            loadable,
+            now,
+            starts_at if self.running else math.inf,
         )
         admitted = [] if preempted else self._admit(admission, chunks, now)
         evictions, freed = self.memory.drain_changes(now)
@@ -151,6 +158,7 @@ class Scheduler:
         assert seq.num_pending > 0
         seq.num_pending -= 1
         reason = seq.append(token_id)
+        self.waiting.charge_output(seq)
         if seq.is_running:
             self._share_full_pages(seq)
         return reason
@@ -159,9 +167,9 @@ class Scheduler:
         self.memory.check_invariants()
         assert len(self.waiting) + len(self.running) == len(self._sequences)
         assert len(self.running) <= self.config.max_num_seqs
-        for queue in (self.waiting, self.running):
-            arrivals = [s.arrival for s in queue]
-            assert arrivals == sorted(set(arrivals))
+        self.waiting.check_invariants()
+        arrivals = [s.arrival for s in self.running]
+        assert arrivals == sorted(set(arrivals))
         for seq in self.waiting:
             assert not seq.page_ids
             assert not seq.nodes
@@ -177,7 +185,7 @@ class Scheduler:
             assert all(n.num_users == users[id(n)] for n in seq.nodes)
             assert len(seq.page_ids) * self.memory.page_tokens >= seq.num_computed
 
-    def _schedule_running(self, queued: Container[str], now: float) -> tuple[list[ScheduledChunk], list[str]]:
+    def _schedule_running(self, now: float) -> tuple[list[ScheduledChunk], list[str]]:
         chunks: list[ScheduledChunk] = []
         preempted: list[str] = []
         budget = self.config.max_num_batched_tokens
@@ -193,7 +201,7 @@ class Scheduler:
                 num_tokens = min(seq.num_uncomputed, budget - decoding)
             if num_tokens <= 0:
                 continue
-            while not self._grow(seq, seq.num_computed + num_tokens, queued):
+            while not self._grow(seq, seq.num_computed + num_tokens):
                 victim = self.running[-1]
                 decoding -= victim.num_uncomputed == 1
                 self._preempt(victim, now)
@@ -208,35 +216,46 @@ class Scheduler:
     def _admit(self, admission: Admission, chunks: list[ScheduledChunk], now: float) -> list[str]:
         admitted: list[str] = []
         blocked: list[tuple[Sequence, int]] = []  # and how many were admitted before it
-        draining: str | None = None
+        set_aside: set[str] = set()  # namespaces whose requests all lack the same, or are to be drained
+        is_draining = False
         num_lacking_pages = 0
         budget = self.config.max_num_batched_tokens - sum(len(c.token_ids) for c in chunks)
-        for seq in list(self.waiting):
+        for seq in self.waiting.candidates(set_aside):
             if budget <= 0 or len(self.running) == self.config.max_num_seqs:
                 break
-            if draining is not None and seq.digest == draining:
-                continue
             lack = admission.start(seq)
             if lack is None:
-                _remove(self.waiting, seq)
-                _insert(self.running, seq)
+                self._run(seq)
                 chunks.append(self._chunk(seq, min(seq.num_uncomputed, budget)))
                 budget -= len(chunks[-1].token_ids)
                 admitted.append(seq.request_id)
-            elif lack not in (Lack.IMAGE, Lack.COPY):
-                blocked.append((seq, len(admitted)))
-                if seq.blocked_since is None:
-                    seq.blocked_since = now
-                is_starving = self._is_starving(seq, now)
-                if lack is Lack.PAGES:
-                    num_lacking_pages += 1
-                    if is_starving or num_lacking_pages == MAX_LACKING_PAGES:
-                        break
-                elif is_starving and draining is None:
-                    draining = self._adapter_to_drain(admission.protected)
+                continue
+            if lack is not Lack.PAGES:
+                set_aside.add(seq.namespace)
+            if lack in (Lack.IMAGE, Lack.COPY):
+                continue
+            blocked.append((seq, len(admitted)))
+            if seq.blocked_since is None:
+                seq.blocked_since = now
+            is_starving = self._is_starving(seq, now)
+            if lack is Lack.PAGES:
+                num_lacking_pages += 1
+                if is_starving or num_lacking_pages == MAX_LACKING_PAGES:
+                    break
+            elif is_starving and not is_draining:
+                draining = self._adapter_to_drain(admission.protected)
+                if draining is not None:
+                    set_aside.add(draining)
+                    is_draining = True
         for seq, num_before in blocked:
             seq.num_overtaken += len(admitted) - num_before
         return admitted
+
+    def _run(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        if seq.num_outputs == 0:  # what a preempted one computes again is not its account's fault
+            self.waiting.charge_input(seq, seq.num_uncomputed)
+        _insert(self.running, seq)
 
     def _is_starving(self, seq: Sequence, now: float) -> bool:
         assert seq.blocked_since is not None
@@ -251,11 +270,11 @@ class Scheduler:
         adapter = min(candidates, key=lambda a: (a.num_leases, a.digest), default=None)
         return adapter.digest if adapter else None
 
-    def _grow(self, seq: Sequence, num_tokens: int, queued: Container[str]) -> bool:
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
         num_pages = self.memory.pages_for(num_tokens) - len(seq.page_ids)
         if num_pages <= 0:
             return True
-        needed = Needed(any=queued)
+        needed = Needed(any=self.waiting.namespaces)
         if not self.memory.can_take(num_pages, needed):
             return False
         seq.page_ids.extend(self.memory.take(seq.owner, num_pages, needed))
@@ -264,7 +283,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence, now: float) -> None:
         _remove(self.running, seq)
         self._release(seq, now)
-        _insert(self.waiting, seq)
+        self.waiting.add(seq)
 
     def _release(self, seq: Sequence, now: float) -> None:
         self.memory.give_back(seq.owner, seq.own_page_ids)

@@ -127,6 +127,7 @@ class Simulation:
         memory: PoolMemory | None = None,
         max_in_flight: int = 1,
         page_copy_s: float = 0.0,
+        fair: bool = False,
     ) -> None:
         self.memory = memory or PoolMemory(num_pages, PAGE_TOKENS, num_slots)
         config = SchedulerConfig(
@@ -137,6 +138,7 @@ class Simulation:
             max_overtakes=max_overtakes,
             max_overtaken_s=max_overtaken_s,
             page_copy_s=page_copy_s,
+            fair=fair,
         )
         self.scheduler = Scheduler(config, self.memory)
         self.runner = SimulatedRunner(num_pages, num_slots)

@@ -31,6 +31,7 @@ class Soak:
             max_overtakes=rng.choice((0, 1, 4)),
             max_overtaken_s=rng.choice((3.0, 20.0, 1e9)),
             max_in_flight=rng.choice((1, 2)),
+            fair=rng.random() < 0.7,
             page_copy_s=rng.choice((0.0, 0.3)),
         )
         self.num_requests = num_requests
