@@ -16,8 +16,10 @@ from engine.errors import InvalidRequest
 from engine.loop import Inbox
 from engine.model.loading import LlamaWeights, load_weights
 from engine.model.spec import ModelSpec, load_model_spec
+from engine.page_plan import PagePlan, plan_pages
 from engine.runner.base import Runner
 from engine.runner.cpu import CpuRunner
+from engine.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +32,20 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
         raise InvalidRequest("this machine has no CUDA device", param="device")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    started = time.monotonic()
+    watch = Stopwatch()
     spec = load_model_spec(config.model)
     dtype = _dtype(config)
-    geometry = plan_geometry(config, spec, dtype)
-    weights = load_weights(spec, dtype, config.device)
-    runner = _runner(config, spec, weights, geometry)
+    pages = plan_pages(config, spec, dtype.itemsize)
+    build_runner = _on_cpu if config.device == "cpu" else _on_gpu
+    runner, num_pages = build_runner(config, spec, dtype, pages, watch)
+    geometry = Geometry(
+        num_pages=num_pages,
+        page_tokens=pages.tokens,
+        page_bytes=pages.bytes,
+        max_model_len=min(pages.max_model_len, num_pages * pages.tokens),
+        vocab_size=spec.shape.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+    )
     core: EngineCore
     page_elems = spec.shape.page_elems(geometry.page_tokens)
     # the core is built after its loader, but no load can end before somebody asks for one
@@ -44,14 +54,7 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     )
     manager = AdapterManager(loader, config.host_cache_bytes, config.max_parallel_loads)
     core = EngineCore(config, geometry, runner, manager, time.monotonic)
-    logger.info(
-        "engine ready in %.1f s: pool of %d pages x %d bytes (%d tokens each), host cache of %d bytes",
-        time.monotonic() - started,
-        geometry.num_pages,
-        geometry.page_bytes,
-        geometry.page_tokens,
-        config.host_cache_bytes,
-    )
+    logger.info("engine ready in %s", watch)
     return core
 
 
@@ -61,38 +64,46 @@ def _dtype(config: EngineConfig) -> torch.dtype:
     return _DTYPES[config.dtype]
 
 
-def _runner(config: EngineConfig, spec: ModelSpec, weights: LlamaWeights, geometry: Geometry) -> Runner:
-    sizes = (geometry.num_pages, geometry.page_tokens, geometry.max_model_len)
-    if config.device == "cpu":
-        return CpuRunner(spec, weights, *sizes, poison=config.debug)
+def _on_cpu(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, pages: PagePlan, watch: Stopwatch
+) -> tuple[Runner, int]:
+    """The runner and its number of pages."""
+    assert pages.num_pages is not None
+    with watch.part("read weights"):
+        weights = load_weights(spec, dtype)
+    _log_memory(config, weights, pages, pages.num_pages)
+    runner = CpuRunner(spec, weights, pages.num_pages, pages.tokens, pages.max_model_len, poison=config.debug)
+    return runner, pages.num_pages
+
+
+def _on_gpu(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, pages: PagePlan, watch: Stopwatch
+) -> tuple[Runner, int]:
     # triton takes a second to import, and the CPU backend needs it not
-    from engine.runner.cuda import CudaRunner
+    from engine.runner.cuda_building import GpuMemory, build_cuda_runner, out_of_memory_names
 
-    runner = CudaRunner(spec, weights, config, *sizes)
-    runner.warm_up()
-    return runner
+    memory = GpuMemory.now()
+    if pages.num_pages is None:
+        memory.check(config.gpu_memory_fraction)
+    with watch.part("read weights"), out_of_memory_names("model"):
+        weights = load_weights(spec, dtype, config.device)
+    runner, num_pages = build_cuda_runner(config, spec, weights, pages, memory, watch)
+    _log_memory(config, weights, pages, num_pages, memory.taken)
+    return runner, num_pages
 
 
-def plan_geometry(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> Geometry:
-    page_tokens = spec.shape.fit_page_tokens(config.page_tokens)
-    page_bytes = spec.shape.page_elems(page_tokens) * dtype.itemsize
-    num_pages = config.num_pages or config.pool_bytes // page_bytes
-    if num_pages < 1:
-        raise InvalidRequest(
-            f"pool_bytes is {config.pool_bytes}, but one page of this model takes {page_bytes}",
-            param="pool_bytes",
-        )
-    max_model_len = min(config.max_model_len or spec.max_position_embeddings, num_pages * page_tokens)
-    if max_model_len > spec.max_position_embeddings:
-        raise InvalidRequest(
-            f"max_model_len is {max_model_len}, but the model has {spec.max_position_embeddings} positions",
-            param="max_model_len",
-        )
-    return Geometry(
-        num_pages=num_pages,
-        page_tokens=page_tokens,
-        page_bytes=page_bytes,
-        max_model_len=max_model_len,
-        vocab_size=spec.shape.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
+def _log_memory(
+    config: EngineConfig, weights: LlamaWeights, pages: PagePlan, num_pages: int, taken: int | None = None
+) -> None:
+    """`taken`: of the device's memory, by all."""
+    base = weights.num_bytes
+    pool = num_pages * pages.bytes
+    logger.info(
+        "memory in bytes: base %d, pool %d (%d pages of %d tokens)%s, host cache at most %d",
+        base,
+        pool,
+        num_pages,
+        pages.tokens,
+        "" if taken is None else f", workspaces {taken - base - pool}",
+        config.host_cache_bytes,
     )

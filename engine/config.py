@@ -19,7 +19,8 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens, prompt + output; None: what the model and the pool allow
     page_tokens: int = 16  # doubled until the largest adapter tile fits a page
     num_pages: int | None = None  # exact pool size; wins over pool_bytes
-    pool_bytes: int = 1 * GIB
+    pool_bytes: int | None = None  # None: 1 GiB on cpu; on cuda what gpu_memory_fraction leaves
+    gpu_memory_fraction: float = 0.92  # of the whole GPU: base, workspaces and a pool of no given size
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512  # per step, prefill and decode together
     max_queued_requests: int = 1024
@@ -40,7 +41,7 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         for name in (
-            "page_tokens", "pool_bytes", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests",
+            "page_tokens", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests",
             "max_adapters", "max_rank", "host_cache_bytes", "max_parallel_loads", "load_timeout_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
@@ -50,7 +51,11 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running request decodes one token a step"
             )
-        for name in ("max_model_len", "num_pages", "num_threads"):
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise ValueError(
+                f"gpu_memory_fraction must be above 0 and at most 1, got {self.gpu_memory_fraction}"
+            )
+        for name in ("max_model_len", "num_pages", "pool_bytes", "num_threads"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,15 @@ class LlamaWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor  # [hidden]
     lm_head: torch.Tensor  # [vocab, hidden], packed
+
+    @property
+    def num_bytes(self) -> int:
+        """A head that is the embedding counts once."""
+        layers = (getattr(layer, field.name) for layer in self.layers for field in fields(layer))
+        tensors = {id(tensor): tensor for tensor in (self.embed, self.final_norm, self.lm_head, *layers)}
+        # packed tensors know their number of elements, but not their bytes
+        num_elements: int = sum(tensor.numel() for tensor in tensors.values())
+        return num_elements * self.embed.element_size()
 
 
 def load_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> LlamaWeights:

@@ -124,7 +124,12 @@ class CudaRunner:
         self._graphs: dict[_Kind, _Captured] = {}
 
     def warm_up(self) -> None:
-        """Compile every kernel and capture every graph: nothing of that happens while serving."""
+        """Nothing is compiled or captured while serving."""
+        self.compile()
+        self.capture()
+
+    def compile(self) -> None:
+        """Every kernel; the largest step is taken too, and leaves its buffers to all later ones."""
         self.copy_bytes_per_s = measure_copies(self._pool)
         table, ranks = self._table, self._copies.ranks
         table.put(
@@ -134,14 +139,19 @@ class CudaRunner:
             torch.zeros_like(table.scales[0]),
         )
         ranks[0] = self._config.max_rank
+        config = self._config
         for plan, params in mixed_steps(
-            self._config.max_num_batched_tokens, self._max_model_len, self._page_tokens
+            config.max_num_batched_tokens, config.max_num_seqs, self._max_model_len, self._page_tokens
         ):
             self._warm_up_step(plan, params)
         table.clear(0)
         ranks[0] = 0
+
+    def capture(self, num_buckets: int | None = None) -> None:
+        """A graph of every kind; of the largest buckets only, if told how many."""
         memory = None
-        for bucket in reversed(self._buckets):  # the largest first: the others fit into its memory
+        buckets = self._buckets[::-1][:num_buckets]  # the largest first: the others fit into its memory
+        for bucket in buckets:
             for has_prefill, has_adapters in itertools.product((False, True), repeat=2):
                 kind = _Kind(bucket, has_prefill, has_adapters)
                 if kind.num_seqs > 0:

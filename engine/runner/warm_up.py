@@ -17,7 +17,7 @@ _LENGTHS = (16, 17)  # kernels are compiled anew for integers that 16 divides
 
 
 def mixed_steps(
-    max_num_batched_tokens: int, max_model_len: int, page_tokens: int
+    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, page_tokens: int
 ) -> Iterator[tuple[StepPlan, SamplingParams]]:
     """The largest step first; each without an adapter and with the one in slot 0."""
     num_full, rest = divmod(max_num_batched_tokens, max_model_len)
@@ -29,6 +29,7 @@ def mixed_steps(
     for params in (_FILTERED, _EDITED):
         for num_seqs in (1, 2):
             yield _plan([2] * num_seqs, -1, page_tokens), params
+    yield _plan([1] * max_num_seqs, -1, page_tokens), _EDITED  # logits of all are copied
 
 
 def _plan(lengths: list[int], slot: int, page_tokens: int) -> StepPlan:

@@ -28,6 +28,12 @@ def test_overtaking_may_be_forbidden(name: str) -> None:
     assert getattr(EngineConfig("model", **fields), name) == 0
 
 
+def test_an_engine_may_have_a_whole_gpu_but_no_more() -> None:
+    assert EngineConfig("model", gpu_memory_fraction=1.0).gpu_memory_fraction == 1.0
+    with pytest.raises(ValueError, match=r"gpu_memory_fraction must be above 0 and at most 1, got 1\.01"):
+        EngineConfig("model", gpu_memory_fraction=1.01)
+
+
 @pytest.mark.parametrize("name", ["device", "dtype"])
 def test_an_unknown_choice_is_refused_with_those_there_are(name: str) -> None:
     fields: dict[str, Any] = {name: "tpu"}
