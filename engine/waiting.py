@@ -1,10 +1,10 @@
 """Requests that wait, in the order in which they may start. Pure: no clock, no memory.
 
-Fair between adapters by served tokens: an account for each adapter, one for the base model, counts what it was
-given (virtual token counters; Sheng et al., "Fairness in Serving Large Language Models", 2023), and the account
-that was given least comes first; within an account the oldest request. An account that comes back after a
-pause is lifted to where the others are: a pause saves up nothing. When nobody waits, nobody is owed anything,
-and all counters are forgotten.
+Fair between adapters by served tokens: an account for each adapter, one for the base model, counts what it
+was given (virtual token counters; Sheng et al., "Fairness in Serving Large Language Models", 2023), and the
+account that was given least comes first; within an account the oldest request. An account that comes back
+after a pause is lifted to where the others are: a pause saves up nothing. When nobody waits, nobody is owed
+anything, and all counters are forgotten.
 
 Not fair means by arrival only: nothing is counted, so all accounts are equal.
 """
@@ -39,8 +39,8 @@ class WaitingQueue:
         self._output_weight = OUTPUT_WEIGHT if is_fair else 0.0
         self._accounts: dict[str, _Account] = {}  # by namespace
         self._waiting: dict[str, _Account] = {}  # of these, those that have a waiting request
-        # (counter, arrival, namespace), at least one for each of `_waiting`. Counters rise, so an entry may come
-        # too early; then it goes where it belongs.
+        # (counter, arrival, namespace), at least one for each of `_waiting`. Counters rise, so an entry may
+        # come too early; then it goes where it belongs.
         self._heap: list[tuple[float, int, str]] = []
         self._floor = 0.0  # the least counter of waiting accounts, when it was last looked at
         self._num_remembered = _MIN_ACCOUNTS
