@@ -4,7 +4,7 @@ Fair between adapters by served tokens: an account for each adapter, one for the
 was given (virtual token counters; Sheng et al., "Fairness in Serving Large Language Models", 2023), and the
 account that was given least comes first; within an account the oldest request. An account that comes back
 after a pause is lifted to where the others are: a pause saves up nothing. When nobody waits, nobody is owed
-anything, and all counters are forgotten.
+anything: counters are forgotten, and nothing is counted.
 
 Not fair means by arrival only: nothing is counted, so all accounts are equal.
 """
@@ -88,10 +88,12 @@ class WaitingQueue:
             self._heap.clear()
 
     def charge_input(self, seq: Sequence, num_tokens: int) -> None:
-        self._account(seq.namespace).counter += self._input_weight * num_tokens
+        if self._waiting:
+            self._account(seq.namespace).counter += self._input_weight * num_tokens
 
     def charge_output(self, seq: Sequence) -> None:
-        self._account(seq.namespace).counter += self._output_weight
+        if self._waiting:
+            self._account(seq.namespace).counter += self._output_weight
 
     def candidates(self, set_aside: Container[str]) -> Iterator[Sequence]:
         """Waiting requests in their order, each once, without those of namespaces in `set_aside`.

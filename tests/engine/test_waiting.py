@@ -38,7 +38,8 @@ class NaiveQueue:
             self.counters.clear()
 
     def charge(self, namespace: str, amount: float) -> None:
-        self.counters[namespace] = self.counters.get(namespace, self.floor) + amount
+        if self.waiting:
+            self.counters[namespace] = self.counters.get(namespace, self.floor) + amount
 
     def look(self) -> None:
         counters = [self.counters[s.namespace] for s in self.waiting]
@@ -146,6 +147,7 @@ def test_when_nobody_waits_nobody_is_owed_anything() -> None:
         queue.add(seq)
         queue.charge_input(seq, 7)
         queue.remove(seq)
+        queue.charge_output(seq)
     assert {queue.counter(f"{i}") for i in range(3)} == {0.0}
 
 
