@@ -21,37 +21,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.adapters.image import AdapterImage
-from engine.adapters.layout import make_layout
-from engine.adapters.loader import LoadResult
-from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
-from engine.core import EngineCore, Geometry, TokenEvent
-from engine.loop import EngineLoop
-from engine.model.loading import LlamaWeights, allocate_weights
-from engine.model.spec import ModelSpec, RopeSpec
-from engine.request import AdapterRef, GenerateRequest
+from engine.request import GenerateRequest
 from engine.runner.cuda import CudaRunner
-from engine.sampling_params import SamplingParams
-from engine.shape import NUM_PROJECTIONS, ModelShape
+from load_tests.random_engine import PAGE_TOKENS, SHAPE, SPEC, RandomEngine, random_weights
 
-SHAPE = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
 NUM_ADAPTERS = 64
 MIXED_RANKS = (8, 16, 32, 64)
 COMMAND = "python -m load_tests.engine_bench"
 MAX_MODEL_LEN = 2048
-PAGE_TOKENS = 16
 NUM_PAGES = 24_000  # of 2 MiB: 256 x 640 tokens and 64 adapters of rank 64
 
 
@@ -107,40 +95,16 @@ GOALS = {
 }
 
 
-@dataclass(slots=True)
-class HostLoader:
-    """Stands for S3: makes adapters of random weights, outside of what is timed."""
-
-    ranks: dict[str, int]
-    done: list[LoadResult] = field(default_factory=list)
-    _images: dict[int, AdapterImage] = field(default_factory=dict)
-
-    def submit(self, ref: AdapterRef) -> None:
-        rank = self.ranks[ref.name]
-        if rank not in self._images:
-            self._images[rank] = random_image(rank)
-        # equal bytes under another digest: pages of their own in the pool
-        self.done.append(LoadResult(ref, replace(self._images[rank], digest=ref.name), None, 0.0))
-
-    def close(self) -> None: ...
-
-
 class Bench:
     def __init__(self, runner: CudaRunner, config: EngineConfig, case: Case) -> None:
         self.case = case
-        page_bytes = SHAPE.page_elems(PAGE_TOKENS) * 2
-        geometry = Geometry(NUM_PAGES, PAGE_TOKENS, page_bytes, MAX_MODEL_LEN, SHAPE.vocab_size, ())
-        self._refs = [AdapterRef(f"{case.name}/{i}", "random", str(i)) for i in range(len(case.ranks))]
-        ranks = {ref.name: rank for ref, rank in zip(self._refs, case.ranks, strict=True)}
-        self._loader = HostLoader(ranks)
-        manager = AdapterManager(self._loader, config.host_cache_bytes, len(case.ranks) or 1)
-        self.core = EngineCore(config, geometry, runner, manager, time.monotonic)
-        self._loop = EngineLoop(self.core, queue.SimpleQueue())
+        self._names = [f"{case.name}/{i}" for i in range(len(case.ranks))]
+        self._engine = RandomEngine(
+            runner, config, NUM_PAGES, MAX_MODEL_LEN, dict(zip(self._names, case.ranks, strict=True))
+        )
+        self.core = self._engine.core
+        self._engine.read(self._names)
         self._num_runs = 0
-        for ref in self._refs:
-            self.core.prefetch(ref)
-        for result in self._loader.done:
-            self.core.on_loaded(result)
 
     def run(self, num_requests: int, num_prompt: int, num_output: int) -> float:
         """Seconds from the first request to the last token."""
@@ -174,21 +138,19 @@ class Bench:
     def _requests(self, num_requests: int, num_prompt: int, num_output: int) -> list[GenerateRequest]:
         rng = random.Random(self._num_runs)
         self._num_runs += 1
-        params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, seed=0)
         return [
-            GenerateRequest(
+            self._engine.request(
                 f"{self._num_runs}-{i}",
-                tuple(rng.randrange(SHAPE.vocab_size) for _ in range(num_prompt)),
-                params,
-                None if adapter is None else self._refs[adapter],
+                [rng.randrange(SHAPE.vocab_size) for _ in range(num_prompt)],
+                num_output,
+                None if adapter is None else self._names[adapter],
             )
             for i, adapter in enumerate(self.case.draw(num_requests))
         ]
 
     def _turn(self) -> int:
         """One turn of the loop; its number of tokens."""
-        events = self._loop.turn(0.0)
-        return sum(isinstance(event, TokenEvent) and event.error is None for event in events)
+        return len(self._engine.turn())
 
 
 def idle_share(profile: Any) -> float:
@@ -204,41 +166,6 @@ def idle_share(profile: Any) -> float:
         busy += max(0, until - max(begin, end))
         end = max(end, until)
     return float(1.0 - busy / (end - spans[0][0]))
-
-
-def random_image(rank: int) -> AdapterImage:
-    ranks = {(i, p): rank for i in range(SHAPE.num_layers) for p in range(NUM_PROJECTIONS)}
-    layout = make_layout(SHAPE, ranks, SHAPE.page_elems(PAGE_TOKENS))
-    offsets = torch.full((SHAPE.num_layers, NUM_PROJECTIONS, 2, -(-rank // 16)), -1, dtype=torch.int64)
-    for tile in layout.tiles:
-        offsets[tile.layer, tile.projection, tile.side, tile.block] = tile.offset
-    pages = torch.empty(
-        layout.num_pages, SHAPE.page_elems(PAGE_TOKENS), dtype=torch.bfloat16, pin_memory=True
-    )
-    pages.normal_(0.0, 0.02)
-    modules = (SHAPE.num_layers, NUM_PROJECTIONS)
-    return AdapterImage(
-        digest="",
-        pages=pages,
-        tile_offsets=offsets,
-        ranks=torch.full(modules, rank, dtype=torch.int32),
-        scales=torch.full(modules, 0.1),
-        report={},
-        chat_template=None,
-    )
-
-
-def random_weights() -> LlamaWeights:
-    weights = allocate_weights(SHAPE, False, torch.bfloat16, "cuda")
-    for tensor in (weights.embed, weights.lm_head):
-        tensor.normal_(0.0, 0.02)
-    for layer in weights.layers:
-        for tensor in (layer.qkv, layer.o, layer.gate_up, layer.down):
-            tensor.normal_(0.0, 0.02)
-        layer.input_norm.fill_(1.0)
-        layer.post_norm.fill_(1.0)
-    weights.final_norm.fill_(1.0)
-    return weights
 
 
 def measure(bench: Bench) -> list[dict[str, Any]]:
@@ -293,14 +220,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
         max_adapters=NUM_ADAPTERS, host_cache_bytes=64 << 30, prefix_cache=False,
     )  # fmt: skip
-    spec = ModelSpec("random", SHAPE, 1e-5, RopeSpec(500_000.0), False, 8192, (), None)
     weights = random_weights()
     rows: list[dict[str, Any]] = []
     conditions = {"gpu": torch.cuda.get_device_name(), "torch": f"torch {torch.__version__}"}
     for case in [CASES[i] for i in args.cases]:
         # a pool of its own for each case: adapters of the one before must not be there
         begun = time.perf_counter()
-        runner = CudaRunner(spec, weights, config, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
+        runner = CudaRunner(SPEC, weights, config, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
         runner.warm_up()
         print(f"{case.name}: graphs captured in {time.perf_counter() - begun:.1f} s", flush=True)
         measured = measure(Bench(runner, config, case))

@@ -6,7 +6,6 @@ go in order, and the layers of a step wait for their part of the weights only; t
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,13 +18,14 @@ from engine.plan import AdapterLoad
 from engine.sampler import to_device
 from kernels.sgmv import AdapterTable, absolute_offsets
 
-NUM_GROUPS = 4  # of layers, each with an event of its own
+NUM_PARTS = 4  # of a copy, each with an event of its own
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
     image: AdapterImage  # its memory must stay until the copy is done
-    done: list[torch.cuda.Event]  # of each group
+    done: list[torch.cuda.Event]  # of each part
+    parts: list[int]  # of each layer: the last part that it needs
 
 
 class AdapterCopies:
@@ -34,8 +34,6 @@ class AdapterCopies:
         self.ranks = np.zeros(len(table.ranks), np.int32)  # of each slot, the largest of its modules
         self._pool = pool
         self._table = table
-        num_layers = table.ranks.shape[1]
-        self._first_layers = [group * num_layers // NUM_GROUPS for group in range(NUM_GROUPS)]
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._in_flight: dict[int, _Copy] = {}  # by slot
 
@@ -48,9 +46,14 @@ class AdapterCopies:
         """`last_step`: the end of the step in flight."""
         if load.after_steps:
             self._stream.wait_event(last_step)
+        pages_each = -(-image.num_pages // NUM_PARTS)
         with torch.cuda.stream(self._stream):
-            done = self._copy_pages(image, load.page_ids)
-        self._in_flight[load.slot] = _Copy(image, done)
+            done = [
+                self._copy_pages(image.pages[first : first + pages_each], load.page_ids[first:])
+                for first in range(0, image.num_pages, pages_each)
+            ]
+        parts = [page // pages_each for page in _last_pages(image)]
+        self._in_flight[load.slot] = _Copy(image, done, parts)
         offsets = absolute_offsets(image.tile_offsets, load.page_ids, self._pool.shape[1])
         device = self._pool.device
         row = (to_device(tensor, device) for tensor in (offsets, image.ranks, image.scales))
@@ -63,34 +66,32 @@ class AdapterCopies:
             torch.cuda.current_stream().wait_event(copy.done[-1])
 
     def wait_for_layer(self, layer: int, slots: Iterable[int]) -> None:
-        """The same for what a layer needs, if the layers before have been waited for."""
-        if layer in self._first_layers:
-            group = self._first_layers.index(layer)
-            for copy in self._unfinished(slots):
-                torch.cuda.current_stream().wait_event(copy.done[group])
+        """The same for the weights of one layer."""
+        for copy in self._unfinished(slots):
+            torch.cuda.current_stream().wait_event(copy.done[copy.parts[layer]])
 
     def _unfinished(self, slots: Iterable[int]) -> list[_Copy]:
         if not self._in_flight:
             return []
-        self._in_flight = {s: copy for s, copy in self._in_flight.items() if not copy.done[-1].query()}
+        for slot, copy in list(self._in_flight.items()):
+            if copy.done[-1].query():  # type: ignore[no-untyped-call]
+                del self._in_flight[slot]
         return [self._in_flight[slot] for slot in slots if slot in self._in_flight]
 
-    def _copy_pages(self, image: AdapterImage, page_ids: tuple[int, ...]) -> list[torch.cuda.Event]:
-        done: list[torch.cuda.Event] = []
-        for first, last in itertools.pairwise([0, *self._page_ends(image)]):
-            for index in range(first, last):
-                self._pool[page_ids[index]].copy_(image.pages[index], non_blocking=True)
-            done.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-            done[-1].record()
+    def _copy_pages(self, pages: torch.Tensor, page_ids: tuple[int, ...]) -> torch.cuda.Event:
+        for page, page_id in zip(pages.unbind(), page_ids, strict=False):
+            self._pool[page_id].copy_(page, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
         return done
 
-    def _page_ends(self, image: AdapterImage) -> list[int]:
-        """One past the last page that the layers up to the end of each group have tiles in."""
-        num_layers = len(image.tile_offsets)
-        last_tile = image.tile_offsets.view(num_layers, -1).max(dim=1).values
-        last_tile = last_tile.cummax(dim=0).values  # layers without an adapter have no tile
-        ends = [last_tile[layer - 1] // image.pages.shape[1] + 1 for layer in self._first_layers[1:]]
-        return [*map(int, ends), image.num_pages]
+
+def _last_pages(image: AdapterImage) -> list[int]:
+    """Of each layer: the last page that it or a layer before has a tile in."""
+    last_tiles = image.tile_offsets.flatten(1).max(dim=1).values.cummax(dim=0).values
+    # a layer without tiles needs what the one before needs, the first one nothing
+    pages: list[int] = (last_tiles.clamp(min=0) // image.pages.shape[1]).tolist()
+    return pages
 
 
 def measure_copies(pool: torch.Tensor, num_pages: int = 16) -> float:

@@ -70,7 +70,7 @@ def test_an_adapter_on_its_way_is_not_evicted_for_a_younger_request() -> None:
     simulation.step()
     for name in "abc":
         simulation.submit(name, 2, digest=name, adapter_pages=2)
-    starts = {}
+    starts: dict[str, int] = {}
     for step in range(12):
         for chunk in simulation.step().chunks:
             starts.setdefault(chunk.request_id, step)

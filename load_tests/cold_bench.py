@@ -1,0 +1,319 @@
+"""What cold adapters cost, those who ask for them and everybody else, on one GPU.
+
+    python -m load_tests.cold_bench [--out load_tests/results] [--seconds 30]
+
+Model: Llama-3-8B shape, bf16, random weights; all-linear adapters, in host memory before the clock starts
+(equal bytes under different digests). Requests are greedy and ignore EOS. Seed 0.
+
+  copy      an adapter of rank 16 from pinned memory into the pool, nothing else running
+  ttft      64 prompt tokens: the first token of a cold adapter against the same adapter resident, alone and
+            beside 64 streams of 64 other resident adapters; median of 15
+  storm     64 streams of 64 resident adapters; 64 requests for 64 others come at once, 64 + 16 tokens: time
+            between two tokens of the streams, storm of cold adapters against storm of resident ones
+  thrash    16 adapters of rank 16 in turn, 12 requests a second, 512 + 64 tokens: median time to first token
+            with 8 slots against 16
+  slora-s2  the workload of S-LoRA (arXiv:2311.03285): ranks 64, 32, 16, 8 in turn, adapters uniform, prompts
+            and outputs uniform in [8, 512), Poisson arrivals of 20 a second; n adapters behind one replica
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.plan import AdapterLoad, StepPlan
+from engine.request import GenerateRequest
+from engine.runner.cuda import CudaRunner
+from load_tests.random_engine import PAGE_TOKENS, SHAPE, SPEC, RandomEngine, random_image, random_weights
+
+COMMAND = "python -m load_tests.cold_bench"
+MAX_MODEL_LEN = 2048
+NUM_PAGES = 40_000  # of 2 MiB
+NUM_STREAMS = 64
+CONFIG = EngineConfig(
+    model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
+    max_adapters=512, host_cache_bytes=1 << 42, prefix_cache=False,
+)  # fmt: skip
+
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When each request was sent and when its tokens came, in seconds."""
+
+    sent: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, list[float]] = field(default_factory=dict)
+
+    def ttft(self, request_id: str) -> float:
+        return self.tokens[request_id][0] - self.sent[request_id]
+
+    def gaps(self, request_ids: Sequence[str], since: float, until: float) -> list[float]:
+        """Between tokens of a request, of those that end in the window."""
+        times = [self.tokens[request_id] for request_id in request_ids]
+        return [b - a for row in times for a, b in itertools.pairwise(row) if since <= b <= until]
+
+
+class Client:
+    def __init__(self, engine: RandomEngine) -> None:
+        self.engine = engine
+        self.timeline = Timeline()
+        self._rng = random.Random(0)
+
+    def send(self, request_id: str, num_prompt: int, num_output: int, adapter: str | None) -> None:
+        request = self.make(request_id, num_prompt, num_output, adapter)
+        self.submit(request, time.perf_counter())
+
+    def make(self, request_id: str, num_prompt: int, num_output: int, adapter: str | None) -> GenerateRequest:
+        prompt = [self._rng.randrange(SHAPE.vocab_size) for _ in range(num_prompt)]
+        return self.engine.request(request_id, prompt, num_output, adapter)
+
+    def submit(self, request: GenerateRequest, sent: float) -> None:
+        self.timeline.sent[request.request_id] = sent
+        self.timeline.tokens[request.request_id] = []
+        self.engine.core.add_request(request)
+
+    def turn(self) -> None:
+        events = self.engine.turn()
+        now = time.perf_counter()
+        for event in events:
+            if event.token_id is not None:
+                self.timeline.tokens[event.request_id].append(now)
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.turn()
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            self.turn()
+
+    def drain(self) -> None:
+        self.run_until(lambda: self.engine.core.is_idle)
+
+    def replay(self, arrivals: Sequence[tuple[float, GenerateRequest]]) -> float:
+        """Open loop, in real time; returns the seconds until the last token."""
+        started = time.perf_counter()
+        waiting = list(reversed(arrivals))
+        while waiting or not self.engine.core.is_idle:
+            now = time.perf_counter() - started
+            while waiting and waiting[-1][0] <= now:
+                arrival, request = waiting.pop()
+                self.submit(request, started + arrival)
+            if self.engine.core.is_idle:
+                time.sleep(0.0005)
+            else:
+                self.turn()
+        return time.perf_counter() - started
+
+
+class Bench:
+    def __init__(self) -> None:
+        self._runner = CudaRunner(SPEC, random_weights(), CONFIG, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
+        self._runner.warm_up()
+
+    def client(self, ranks: dict[str, int], num_slots: int = CONFIG.max_adapters) -> Client:
+        """An engine with an empty pool over the same graphs; `ranks`: adapters in host memory."""
+        config = replace(CONFIG, max_adapters=num_slots)
+        engine = RandomEngine(self._runner, config, NUM_PAGES, MAX_MODEL_LEN, ranks)
+        engine.read(ranks)
+        return Client(engine)
+
+    def copy_rate(self) -> Row:
+        image = random_image(16)
+        page_ids = tuple(range(image.num_pages))
+        seconds = []
+        for slot in range(5):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            load = AdapterLoad("a", slot, page_ids, after_steps=False)
+            self._runner.submit(StepPlan((), (), (load,), (), (), (), ()), {"a": replace(image, digest="a")})
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+            self._runner.collect()
+        rate = image.nbytes / statistics.median(seconds) / 1e9
+        return row("copy", f"r16, {image.nbytes >> 20} MiB", rate, "GB/s", 45)
+
+    def ttft(self, rank: int, num_streams: int) -> list[Row]:
+        names = [f"cold-{i}" for i in range(15)]
+        streams = [f"stream-{i}" for i in range(num_streams)]
+        client = self.client(dict.fromkeys(names, rank) | dict.fromkeys(streams, 16))
+        start_streams(client, streams)
+        times: dict[str, list[float]] = {"cold": [], "resident": []}
+        for kind, values in times.items():
+            for name in names:
+                request_id = f"{kind} {name}"
+                client.turns(7 if num_streams else 0)
+                client.send(request_id, 64, 1, name)
+                client.run_until(lambda r=request_id: bool(client.timeline.tokens[r]))  # type: ignore[misc]
+                values.append(client.timeline.ttft(request_id) * 1e3)
+        stop(client)
+        cold, resident = (statistics.median(values) for values in times.values())
+        case = f"ttft, r{rank}, beside {num_streams} streams"
+        must = {16: 5.0, 64: 15.0}[rank]
+        return [
+            row(case, "resident", resident, "ms"),
+            row(case, "cold, more than resident", cold - resident, "ms", must),
+        ]
+
+    def storm(self) -> list[Row]:
+        streams = [f"stream-{i}" for i in range(NUM_STREAMS)]
+        others = [f"other-{i}" for i in range(64)]
+        client = self.client(dict.fromkeys(streams + others, 16))
+        start_streams(client, streams)
+        client.turns(150)
+        calm = client.timeline.gaps(streams, time.perf_counter() - 0.6, time.perf_counter())
+        gaps = {}
+        for kind in ("cold", "resident"):
+            began = time.perf_counter()
+            for name in others:
+                client.send(f"{kind} {name}", 64, 16, name)
+            client.run_until(lambda k=kind: all(is_over(client, f"{k} {name}", 16) for name in others))  # type: ignore[misc]
+            gaps[kind] = client.timeline.gaps(streams, began, time.perf_counter())
+            client.turns(20)
+        stop(client)
+        p99 = {kind: percentile(values, 0.99) * 1e3 for kind, values in (gaps | {"calm": calm}).items()}
+        return [
+            row("storm", "p99 between tokens, before", p99["calm"], "ms"),
+            row("storm", "p99 between tokens, resident adapters", p99["resident"], "ms"),
+            row("storm", "p99 between tokens, cold adapters", p99["cold"], "ms"),
+            row("storm", "cold over resident", (p99["cold"] / p99["resident"] - 1) * 100, "%", 5),
+        ]
+
+    def slora_s2(self, num_adapters: int, seconds: float) -> list[Row]:
+        # arrivals and lengths are the same for any number of adapters
+        rng, popularity = random.Random(42), random.Random(43)
+        client = self.client({f"a{i}": (64, 32, 16, 8)[i % 4] for i in range(num_adapters)})
+        arrivals = []
+        for i, arrival in enumerate(list(poisson(rng, 20.0, seconds))):
+            adapter = f"a{popularity.randrange(num_adapters)}"
+            request = client.make(f"r{i}", rng.randrange(8, 512), rng.randrange(8, 512), adapter)
+            arrivals.append((arrival, request))
+        took = client.replay(arrivals)
+        ttfts = [client.timeline.ttft(request.request_id) * 1e3 for _, request in arrivals]
+        num_tokens = sum(map(len, client.timeline.tokens.values()))
+        stats = client.engine.core.stats.adapters.values()
+        hits, loads = (sum(getattr(s, name) for s in stats) for name in ("hbm_hits", "host_hits"))
+        case = f"slora-s2, n={num_adapters}"
+        return [
+            row(case, "throughput", num_tokens / took, "tok/s"),
+            row(case, "TTFT p50", percentile(ttfts, 0.5), "ms"),
+            row(case, "TTFT p99", percentile(ttfts, 0.99), "ms"),
+            row(case, "hits in HBM", 100 * hits / (hits + loads), "%"),
+        ]
+
+    def thrash(self, seconds: float) -> list[Row]:
+        medians = []
+        for num_slots in (16, 8):
+            client = self.client({f"a{i}": 16 for i in range(16)}, num_slots)
+            arrivals = [
+                (arrival, client.make(f"r{i}", 512, 64, f"a{i % 16}"))
+                for i, arrival in enumerate(poisson(random.Random(0), 12.0, seconds))
+            ]
+            client.replay(arrivals)
+            ttfts = [client.timeline.ttft(request.request_id) * 1e3 for _, request in arrivals]
+            medians.append(percentile(ttfts, 0.5))
+        fits, thrashes = medians
+        return [
+            row("thrash", "TTFT p50, 16 slots", fits, "ms"),
+            row("thrash", "TTFT p50, 8 slots", thrashes, "ms"),
+            row("thrash", "8 slots over 16", thrashes / fits, "x", 3),
+        ]
+
+
+def start_streams(client: Client, names: Sequence[str]) -> None:
+    """One long request an adapter; returns when all of them decode."""
+    for name in names:
+        client.send(name, 64, MAX_MODEL_LEN - 64, name)
+    client.run_until(lambda: all(client.timeline.tokens[name] for name in names))
+    client.turns(10)
+
+
+def stop(client: Client) -> None:
+    for request_id in list(client.engine.core.requests):
+        client.engine.core.abort(request_id)
+    client.drain()
+
+
+def is_over(client: Client, request_id: str, num_output: int) -> bool:
+    return len(client.timeline.tokens[request_id]) == num_output
+
+
+def poisson(rng: random.Random, rate: float, seconds: float) -> Iterator[float]:
+    now = rng.expovariate(rate)
+    while now < seconds:
+        yield now
+        now += rng.expovariate(rate)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def row(case: str, metric: str, value: float, unit: str, must: float | None = None) -> Row:
+    return {"case": case, "metric": metric, "value": value, "unit": unit, "must": must}
+
+
+def write_results(rows: list[Row], conditions: dict[str, str], directory: Path) -> None:
+    (directory / "h200_cold.json").write_text(
+        json.dumps({"command": COMMAND, "conditions": conditions, "rows": rows}, indent=2) + "\n"
+    )
+    lines = [
+        "# Cold adapters on one H200",
+        "",
+        f"{', '.join(conditions.values())}. Written by `{COMMAND}`, which says what is measured.",
+        "",
+        "| case | metric | unit | lorafleet | must |",
+        "|---|---|---|---|---|",
+    ]
+    for r in rows:
+        must = "" if r["must"] is None else f"{r['must']:g}"
+        lines.append(f"| {r['case']} | {r['metric']} | {r['unit']} | {r['value']:.2f} | {must} |")
+    (directory / "h200_cold.md").write_text("\n".join(lines) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals in an open-loop case")
+    args = parser.parse_args(argv)
+    rows: list[Row] = []
+
+    def add(*more: Row) -> None:
+        rows.extend(more)
+        for r in more:
+            print(f"{r['case']:32} {r['metric']:40} {r['value']:10.2f} {r['unit']}", flush=True)
+
+    bench = Bench()
+    add(bench.copy_rate())
+    for rank in (16, 64):
+        for num_streams in (0, NUM_STREAMS):
+            add(*bench.ttft(rank, num_streams))
+    add(*bench.storm())
+    first = 0.0
+    for num_adapters in (5, 100, 1000, 2000):
+        measured = bench.slora_s2(num_adapters, args.seconds)
+        first = first or measured[0]["value"]
+        drop = (1 - measured[0]["value"] / first) * 100
+        add(*measured, row(f"slora-s2, n={num_adapters}", "throughput below n=5", drop, "%", 10))
+    add(*bench.thrash(args.seconds / 2))
+    if args.out:
+        conditions = {"gpu": torch.cuda.get_device_name(), "torch": f"torch {torch.__version__}"}
+        write_results(rows, conditions, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

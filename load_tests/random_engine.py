@@ -1,0 +1,132 @@
+"""A GPU engine of Llama-3-8B shape with random weights and adapters, for the benches."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from engine.adapters.image import AdapterImage
+from engine.adapters.layout import make_layout
+from engine.adapters.loader import LoadResult
+from engine.adapters.manager import AdapterManager
+from engine.config import EngineConfig
+from engine.core import EngineCore, Geometry, TokenEvent
+from engine.errors import AdapterRefused
+from engine.loop import EngineLoop
+from engine.model.loading import LlamaWeights, allocate_weights
+from engine.model.spec import ModelSpec, RopeSpec
+from engine.request import AdapterRef, GenerateRequest
+from engine.runner.cuda import CudaRunner
+from engine.sampling_params import SamplingParams
+from engine.shape import NUM_PROJECTIONS, ModelShape
+
+SHAPE = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
+SPEC = ModelSpec("random", SHAPE, 1e-5, RopeSpec(500_000.0), False, 8192, (), None)
+PAGE_TOKENS = 16
+
+
+@dataclass(slots=True)
+class HostLoader:
+    """Stands for S3: makes adapters of random weights, outside of what is timed."""
+
+    ranks: dict[str, int]
+    done: list[LoadResult] = field(default_factory=list)
+    _images: dict[int, AdapterImage] = field(default_factory=dict)
+
+    def submit(self, ref: AdapterRef) -> None:
+        rank = self.ranks[ref.name]
+        if rank not in self._images:
+            self._images[rank] = random_image(rank)
+        # equal bytes under another digest: pages of their own in the pool
+        self.done.append(LoadResult(ref, replace(self._images[rank], digest=ref.name), None, 0.0))
+
+    def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
+        raise error
+
+    def close(self) -> None: ...
+
+
+class RandomEngine:
+    """Adapters are all-linear; `ranks`: of each name."""
+
+    def __init__(
+        self,
+        runner: CudaRunner,
+        config: EngineConfig,
+        num_pages: int,
+        max_model_len: int,
+        ranks: Mapping[str, int],
+    ) -> None:
+        page_bytes = SHAPE.page_elems(PAGE_TOKENS) * 2
+        geometry = Geometry(num_pages, PAGE_TOKENS, page_bytes, max_model_len, SHAPE.vocab_size, ())
+        self._loader = HostLoader(dict(ranks))
+        manager = AdapterManager(self._loader, config.host_cache_bytes, len(ranks) or 1)
+        self.core = EngineCore(config, geometry, runner, manager, time.monotonic)
+        self._loop = EngineLoop(self.core, queue.SimpleQueue())
+
+    def read(self, names: Iterable[str]) -> None:
+        """Into host memory."""
+        for name in names:
+            self.core.prefetch(_ref(name))
+        for result in self._loader.done:
+            self.core.on_loaded(result)
+        self._loader.done.clear()
+
+    def request(
+        self, request_id: str, prompt: Sequence[int], num_output: int, adapter: str | None
+    ) -> GenerateRequest:
+        """Greedy, and it ignores EOS."""
+        params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, seed=0)
+        ref = None if adapter is None else _ref(adapter)
+        return GenerateRequest(request_id, tuple(prompt), params, ref)
+
+    def turn(self) -> list[TokenEvent]:
+        """One turn of the loop; its tokens."""
+        events = [event for event in self._loop.turn(0.0) if isinstance(event, TokenEvent)]
+        for event in events:
+            if event.error is not None:
+                raise event.error
+        return events
+
+
+def _ref(name: str) -> AdapterRef:
+    return AdapterRef(name, "random", name)
+
+
+def random_image(rank: int) -> AdapterImage:
+    ranks = {(i, p): rank for i in range(SHAPE.num_layers) for p in range(NUM_PROJECTIONS)}
+    layout = make_layout(SHAPE, ranks, SHAPE.page_elems(PAGE_TOKENS))
+    offsets = torch.full((SHAPE.num_layers, NUM_PROJECTIONS, 2, -(-rank // 16)), -1, dtype=torch.int64)
+    for tile in layout.tiles:
+        offsets[tile.layer, tile.projection, tile.side, tile.block] = tile.offset
+    pages = torch.empty(
+        layout.num_pages, SHAPE.page_elems(PAGE_TOKENS), dtype=torch.bfloat16, pin_memory=True
+    )
+    pages.normal_(0.0, 0.02)
+    modules = (SHAPE.num_layers, NUM_PROJECTIONS)
+    return AdapterImage(
+        digest="",
+        pages=pages,
+        tile_offsets=offsets,
+        ranks=torch.full(modules, rank, dtype=torch.int32),
+        scales=torch.full(modules, 0.1),
+        report={},
+        chat_template=None,
+    )
+
+
+def random_weights() -> LlamaWeights:
+    weights = allocate_weights(SHAPE, False, torch.bfloat16, "cuda")
+    for tensor in (weights.embed, weights.lm_head):
+        tensor.normal_(0.0, 0.02)
+    for layer in weights.layers:
+        for tensor in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            tensor.normal_(0.0, 0.02)
+        layer.input_norm.fill_(1.0)
+        layer.post_norm.fill_(1.0)
+    weights.final_norm.fill_(1.0)
+    return weights
