@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.adapters.layout import too_many_pages
 from engine.adapters.manager import AdapterManager, Loaded
 from engine.config import EngineConfig
 from engine.errors import (
@@ -154,7 +155,7 @@ class EngineCore:
             if error is None:
                 self._on_image(loaded, loaded.image.digest)
             else:
-                self.manager.drop(loaded.image.digest)
+                self.manager.refuse(loaded, error)
         if error is not None:
             self._on_load_error(loaded, error)
         if before is not None:
@@ -407,12 +408,7 @@ class EngineCore:
         # one page at least must be left for the KV of its requests
         if num_pages < capacity:
             return None
-        page = self.geometry.page_bytes
-        return AdapterRefused(
-            f"the adapter needs {num_pages} pages ({num_pages * page} bytes), but only {capacity} pages "
-            f"({capacity * page} bytes) of the pool can hold adapters",
-            param="pool_bytes",
-        )
+        return too_many_pages(num_pages, capacity, self.geometry.page_bytes)
 
     def _retire(self, digest: str | None) -> None:
         if digest is not None:

@@ -1,19 +1,19 @@
-"""Which adapter images stay in host memory: bounded by bytes, least recently used goes first.
+"""Which adapter images stay in host memory: bounded by bytes, the one of least worth goes first.
 
-Pure: knows digests and sizes; their owner keeps the images and says what must not go.
+Pure: knows digests and sizes; their owner keeps the images, says what they are worth and what must not go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
-
-from engine.errors import AdapterRefused
+from collections.abc import Callable, Collection, Iterable, Set
 
 
 class HostCache:
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, worth: Callable[[str], float] | None = None) -> None:
+        """`worth` of a digest, asked for when one must go: the least goes. None: the least recently used."""
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
+        self._worth = worth
         self._sizes: dict[str, int] = {}  # least recently used first
 
     def __contains__(self, digest: str) -> bool:
@@ -36,12 +36,12 @@ class HostCache:
         assert digest not in self._sizes
         victims: list[str] = []
         excess = self.used_bytes + nbytes - self.capacity_bytes
-        for other, size in self._sizes.items():
-            if excess <= 0:
-                break
-            if other not in protected:
+        if excess > 0:
+            for other in self._order(protected):
                 victims.append(other)
-                excess -= size
+                excess -= self._sizes[other]
+                if excess <= 0:
+                    break
         if excess > 0:
             return None
         for victim in victims:
@@ -53,12 +53,10 @@ class HostCache:
     def remove(self, digest: str) -> None:
         self.used_bytes -= self._sizes.pop(digest)
 
-    def too_large(self, nbytes: int) -> AdapterRefused:
-        """The refusal of an image that could not be held by an empty cache."""
-        return AdapterRefused(
-            f"the adapter needs {nbytes} bytes of host memory, host_cache_bytes is {self.capacity_bytes}",
-            param="host_cache_bytes",
-        )
+    def _order(self, protected: Set[str]) -> Iterable[str]:
+        """In which images go."""
+        digests = (digest for digest in self._sizes if digest not in protected)
+        return sorted(digests, key=self._worth) if self._worth else digests
 
     def check_invariants(self) -> None:
         assert self.used_bytes == sum(self._sizes.values())

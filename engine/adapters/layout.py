@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.errors import AdapterRefused
 from engine.shape import NUM_PROJECTIONS, RANK_BLOCK, ModelShape
 
 
@@ -52,6 +53,21 @@ def num_elements(shape: ModelShape, ranks: Ranks) -> int:
 
 def pages_needed(shape: ModelShape, ranks: Ranks, page_elems: int) -> int:
     return make_layout(shape, ranks, page_elems).num_pages
+
+
+def too_many_pages(num_pages: int, capacity: int, page_bytes: int) -> AdapterRefused:
+    return AdapterRefused(
+        f"the adapter needs {num_pages} pages ({num_pages * page_bytes} bytes), but only {capacity} pages "
+        f"({capacity * page_bytes} bytes) of the pool can hold adapters",
+        param="pool_bytes",
+    )
+
+
+def too_many_bytes(num_bytes: int, capacity: int) -> AdapterRefused:
+    return AdapterRefused(
+        f"the adapter needs {num_bytes} bytes of host memory, host_cache_bytes is {capacity}",
+        param="host_cache_bytes",
+    )
 
 
 def make_layout(shape: ModelShape, ranks: Ranks, page_elems: int) -> ImageLayout:

@@ -2,22 +2,27 @@
 
 Reading is the work of the loader's threads; everything here runs on the engine's loop and never waits.
 An image that finds no room in the host cache is parked: it can go to the pool from there. While images are
-parked fewer loads start, so that memory beyond the cache stays bounded by `max_parallel_loads` images.
+parked fewer loads start, so that memory beyond the cache stays bounded by STALL_FACTOR * `max_parallel_loads`
+images. The loader runs `max_parallel_loads` of the loads that it has; the others are for when some stall.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.adapters.host_cache import HostCache
-from engine.errors import LorafleetError
+from engine.adapters.layout import too_many_bytes
+from engine.errors import AdapterRefused, LorafleetError
 from engine.request import AdapterRef
 
 if TYPE_CHECKING:
     from engine.adapters.image import AdapterImage
     from engine.adapters.loader import LoadResult
+
+
+STALL_FACTOR = 4
 
 
 class Version(NamedTuple):
@@ -31,6 +36,9 @@ class Loader(Protocol):
     def submit(self, ref: AdapterRef) -> None:
         """Start reading that version; its result arrives later, exactly once."""
 
+    def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
+        """For a while, loads of that version fail with this error, and nothing is read."""
+
     def close(self) -> None: ...
 
 
@@ -42,17 +50,26 @@ class Loaded(NamedTuple):
     image: AdapterImage | None
     error: LorafleetError | None
     seconds: float
+    is_new: bool = False  # no request can be using this content yet
 
 
 class AdapterManager:
-    def __init__(self, loader: Loader, host_cache_bytes: int, max_parallel_loads: int) -> None:
-        self.cache = HostCache(host_cache_bytes)
+    def __init__(
+        self,
+        loader: Loader,
+        host_cache_bytes: int,
+        max_parallel_loads: int,
+        worth: Callable[[str, int], float] | None = None,
+    ) -> None:
+        """`worth` of an image in host memory, from its digest and pages: the least goes first. None: LRU."""
+        self.cache = HostCache(host_cache_bytes, self._worth if worth else None)
+        self._image_worth = worth
         self._loader = loader
-        self._max_parallel_loads = max_parallel_loads
+        self._max_in_flight = STALL_FACTOR * max_parallel_loads
         self._images: dict[str, AdapterImage] = {}  # by digest: cached or parked
         self._parked: list[str] = []
         self._digests: dict[Version, str] = {}  # of versions read before
-        self._refs: dict[str, AdapterRef] = {}  # digest -> where to read it again
+        self._refs: dict[str, AdapterRef] = {}  # digest -> where to read it again, while it is in use
         self._names: dict[str, str] = {}  # name -> digest of its newest version
         self._in_flight: dict[Version, AdapterRef] = {}  # loads submitted or queued
         self._waiters: dict[Version, list[str]] = {}  # of these
@@ -115,16 +132,18 @@ class AdapterManager:
         error = result.error
         image = result.image
         if image is not None and image.nbytes > self.cache.capacity_bytes:
-            error = self.cache.too_large(image.nbytes)
+            error = too_many_bytes(image.nbytes, self.cache.capacity_bytes)
+            self._loader.refuse(ref, error)
             image = None
+        is_new = image is not None and image.digest not in self._refs
         if image is not None:
-            self._digests[version] = image.digest
+            self._remember(version, image.digest)
             self._refs[image.digest] = ref
             if image.digest not in self._images:
                 self._images[image.digest] = image
                 self._parked.append(image.digest)
         self.settle(needed)
-        return Loaded(ref, waiters, image, error, result.seconds)
+        return Loaded(ref, waiters, image, error, result.seconds, is_new)
 
     def settle(self, needed: Set[str]) -> None:
         """Move parked images to the cache where there is room now, then start what waited for that."""
@@ -152,7 +171,37 @@ class AdapterManager:
         return self._orphan(self._names.pop(name))
 
     def drop(self, digest: str) -> None:
-        """Free the image; the content must be read again to be used again."""
+        """No request uses this content: free its image and, unless a name means it, forget it."""
+        self._free(digest)
+        if digest not in self._names.values():
+            self._refs.pop(digest, None)
+            self._forget_versions(digest)
+
+    def refuse(self, loaded: Loaded, error: AdapterRefused) -> None:
+        """It was read, but cannot be served: free it, and for a while do not read it again to no avail."""
+        assert loaded.image is not None
+        self._loader.refuse(loaded.ref, error)
+        if loaded.is_new:
+            self.drop(loaded.image.digest)
+        else:
+            self._free(loaded.image.digest)
+
+    def close(self) -> None:
+        self._loader.close()
+
+    def check_invariants(self) -> None:
+        self.cache.check_invariants()
+        assert set(self._digests.values()) <= set(self._refs)
+        assert set(self._images) == set(self.cache.digests) | set(self._parked)
+        assert self._num_loading + len(self._queue) == len(self._waiters)
+
+    def _orphan(self, digest: str | None) -> str | None:
+        if digest is None or digest in self._names.values():
+            return None
+        self._forget_versions(digest)
+        return digest
+
+    def _free(self, digest: str) -> None:
         if self._images.pop(digest, None) is None:
             return
         if digest in self._parked:
@@ -160,21 +209,21 @@ class AdapterManager:
         else:
             self.cache.remove(digest)
 
-    def close(self) -> None:
-        self._loader.close()
+    def _remember(self, version: Version, digest: str) -> None:
+        """A file that is written again with the same bytes is a new version each time: keep the last one."""
+        same = [v for v, d in self._digests.items() if v.uri == version.uri and d == digest]
+        for old in same:
+            del self._digests[old]
+        self._digests[version] = digest
 
-    def check_invariants(self) -> None:
-        self.cache.check_invariants()
-        assert set(self._images) == set(self.cache.digests) | set(self._parked)
-        assert self._num_loading + len(self._queue) == len(self._waiters)
-
-    def _orphan(self, digest: str | None) -> str | None:
-        if digest is None or digest in self._names.values():
-            return None
+    def _forget_versions(self, digest: str) -> None:
         self._digests = {v: d for v, d in self._digests.items() if d != digest}
-        return digest
+
+    def _worth(self, digest: str) -> float:
+        assert self._image_worth is not None
+        return self._image_worth(digest, self._images[digest].num_pages)
 
     def _start_loads(self) -> None:
-        while self._queue and self._num_loading + len(self._parked) < self._max_parallel_loads:
+        while self._queue and self._num_loading + len(self._parked) < self._max_in_flight:
             self._num_loading += 1
             self._loader.submit(self._queue.popleft())

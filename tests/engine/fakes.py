@@ -13,7 +13,7 @@ from engine.adapters.loader import LoadResult
 from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
 from engine.core import EngineCore, Geometry, TokenEvent
-from engine.errors import LorafleetError
+from engine.errors import AdapterRefused, LorafleetError
 from engine.page_pool import PageKind
 from engine.plan import StepPlan
 from engine.request import AdapterRef, GenerateRequest
@@ -68,11 +68,15 @@ class FakeRunner:
 @dataclass
 class FakeLoader:
     submitted: list[AdapterRef] = field(default_factory=list)
+    refused: dict[AdapterRef, AdapterRefused] = field(default_factory=dict)
     is_closed: bool = False
 
     def submit(self, ref: AdapterRef) -> None:
         assert ref not in self.submitted, "two loads of one version in flight"
         self.submitted.append(ref)
+
+    def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
+        self.refused[ref] = error
 
     def close(self) -> None:
         self.is_closed = True
