@@ -50,7 +50,12 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     page_elems = spec.shape.page_elems(geometry.page_tokens)
     # the core is built after its loader, but no load can end before somebody asks for one
     loader = AdapterLoader(
-        spec.shape, page_elems, dtype, config, lambda result: inbox.put(partial(core.on_loaded, result))
+        spec.shape,
+        page_elems,
+        dtype,
+        config,
+        lambda result: inbox.put(partial(core.on_loaded, result)),
+        max_pool_pages=geometry.num_pages - 1,  # one at least is left for KV
     )
     manager = AdapterManager(loader, config.host_cache_bytes, config.max_parallel_loads)
     core = EngineCore(config, geometry, runner, manager, time.monotonic)

@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine.adapters.binding import module_name
-from engine.adapters.checkpoint import AdapterCheckpoint, load_checkpoint
-from engine.adapters.image import AdapterImage, fill_pages, pack, plan_of
-from engine.adapters.source import describe, read_adapter_files
+from engine.adapters.checkpoint import AdapterCheckpoint, start_checkpoint
+from engine.adapters.image import AdapterImage, ImageFormat, fill_pages, pack, plan_image
+from engine.adapters.source import describe, open_reader, read_adapter_files
 from engine.shape import NUM_PROJECTIONS, RANK_BLOCK, ModelShape
 
 SHAPE = ModelShape(
@@ -36,7 +36,7 @@ SHAPE = ModelShape(
     head_dim=128,
     vocab_size=128256,
 )
-PAGE_ELEMS = SHAPE.page_elems(16)
+FORMAT = ImageFormat(SHAPE, SHAPE.page_elems(16), torch.bfloat16, max_rank=256)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MUST = 2e9  # bytes of image a second
 
@@ -66,11 +66,11 @@ def main() -> int:
 
 def measure(rank: int, source: str, rounds: int) -> dict[str, Any]:
     checkpoint = random_checkpoint(rank, DTYPES[source])
-    image = pack(checkpoint, SHAPE, PAGE_ELEMS, torch.bfloat16)
+    image = pack(checkpoint, FORMAT)
     check(image, checkpoint)
-    plan = plan_of(checkpoint, SHAPE, PAGE_ELEMS)
+    plan = plan_image(FORMAT, checkpoint.modules)
     recycled = best(lambda: fill_pages(checkpoint, plan, image.pages), rounds)
-    fresh = best(lambda: pack(checkpoint, SHAPE, PAGE_ELEMS, torch.bfloat16), rounds)
+    fresh = best(lambda: pack(checkpoint, FORMAT), rounds)
     other = torch.empty_like(image.pages)
     memcpy = best(lambda: other.copy_(image.pages), rounds)
     memcpy_fresh = best(lambda: image.pages.clone(), rounds)
@@ -82,7 +82,7 @@ def measure(rank: int, source: str, rounds: int) -> dict[str, Any]:
         "fresh_ms": fresh * 1e3,
         "pack": image.nbytes / recycled / 1e9,
         "fresh": image.nbytes / fresh / 1e9,
-        "from_source": len(checkpoint.weights) / recycled / 1e9,
+        "from_source": len(checkpoint.weights.buffer) / recycled / 1e9,
         "memcpy": image.nbytes / memcpy / 1e9,
         "memcpy_fresh": image.nbytes / memcpy_fresh / 1e9,
     }
@@ -99,7 +99,9 @@ def random_checkpoint(rank: int, dtype: torch.dtype) -> AdapterCheckpoint:
     with tempfile.TemporaryDirectory() as path:
         save_file(tensors, f"{path}/adapter_model.safetensors")
         Path(path, "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank}))
-        return load_checkpoint(read_adapter_files(describe(path)), SHAPE, rank)
+        with start_checkpoint(read_adapter_files(open_reader(describe(path))), SHAPE, rank) as checkpoint:
+            checkpoint.weights.sha256()
+            return checkpoint
 
 
 def check(image: AdapterImage, checkpoint: AdapterCheckpoint) -> None:

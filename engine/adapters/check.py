@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from engine.adapters.image import ImageFormat
 from engine.adapters.loading import load_image
 from engine.config import EngineConfig
 from engine.errors import LorafleetError
@@ -21,7 +22,9 @@ def check_adapter(config: EngineConfig, uri: str) -> dict[str, Any]:
     auto = torch.float32 if config.device == "cpu" else torch.bfloat16
     page_elems = shape.page_elems(shape.fit_page_tokens(config.page_tokens))
     try:
-        image = load_image(uri, shape, page_elems, _DTYPES.get(config.dtype, auto), config.max_rank)
+        image = load_image(
+            uri, ImageFormat(shape, page_elems, _DTYPES.get(config.dtype, auto), config.max_rank)
+        )
     except LorafleetError as error:
         return {"status": "refused", "error": error.body()}
     return image.report

@@ -13,9 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.adapters.binding import BoundModule
 from engine.adapters.checkpoint import AdapterCheckpoint
 from engine.adapters.host_memory import new_pages
-from engine.adapters.layout import ImageLayout, Tile, make_layout, num_elements
+from engine.adapters.layout import (
+    ImageLayout,
+    Tile,
+    make_layout,
+    num_elements,
+    too_many_bytes,
+    too_many_pages,
+)
 from engine.adapters.safetensors_header import TensorEntry
 from engine.errors import AdapterRefused
 from engine.shape import NUM_PROJECTIONS, RANK_BLOCK, ModelShape
@@ -58,16 +66,33 @@ class AdapterImage:
         return int(self.ranks.max())
 
 
-def pack(
-    checkpoint: AdapterCheckpoint,
-    shape: ModelShape,
-    page_elems: int,
-    dtype: torch.dtype,
-    pin_memory: bool = False,
-) -> AdapterImage:
-    """Raises AdapterRefused, naming the tensor, for values that are not finite in `dtype`."""
-    plan = plan_of(checkpoint, shape, page_elems)
-    pages = new_pages(len(plan.free), page_elems, dtype, pin_memory)
+@dataclass(frozen=True, slots=True)
+class ImageFormat:
+    """What images are made for."""
+
+    shape: ModelShape
+    page_elems: int
+    dtype: torch.dtype
+    max_rank: int
+    max_pool_pages: int | None = None  # that one adapter can have
+    max_host_bytes: int | None = None
+    pin_memory: bool = False
+
+    def check_size(self, modules: Sequence[BoundModule]) -> None:
+        """Raises AdapterRefused if their image would be too large. Called before their bytes are read."""
+        num_pages = len(plan_image(self, modules).free)
+        page_bytes = self.page_elems * self.dtype.itemsize
+        if self.max_pool_pages is not None and num_pages > self.max_pool_pages:
+            raise too_many_pages(num_pages, self.max_pool_pages, page_bytes)
+        if self.max_host_bytes is not None and num_pages * page_bytes > self.max_host_bytes:
+            raise too_many_bytes(num_pages * page_bytes, self.max_host_bytes)
+
+
+def pack(checkpoint: AdapterCheckpoint, form: ImageFormat) -> AdapterImage:
+    """Raises AdapterRefused, naming the tensor, for values that are not finite in the image's dtype."""
+    shape = form.shape
+    plan = plan_image(form, checkpoint.modules)
+    pages = new_pages(len(plan.free), form.page_elems, form.dtype, form.pin_memory)
     fill_pages(checkpoint, plan, pages)
     return AdapterImage(
         digest=checkpoint.digest,
@@ -77,7 +102,7 @@ def pack(
         scales=_module_table(
             shape, torch.float32, {(m.layer, m.projection): m.scale for m in checkpoint.modules}
         ),
-        report=_report(checkpoint, plan.num_elements * dtype.itemsize, len(pages)),
+        report=_report(checkpoint, plan.num_elements * form.dtype.itemsize, len(pages)),
         chat_template=checkpoint.chat_template,
     )
 
@@ -87,7 +112,9 @@ def fill_pages(checkpoint: AdapterCheckpoint, plan: ImagePlan, pages: torch.Tens
     for page, free in zip(pages, plan.free, strict=True):
         page[len(page) - free :] = 0
     elements = _bits(pages.view(-1))
-    for module in checkpoint.modules:
+    for module in sorted(
+        checkpoint.modules, key=lambda m: max(m.lora_a.stop, m.lora_b.stop)
+    ):  # as they arrive
         for side, entry in enumerate((module.lora_a, module.lora_b)):
             tensor = checkpoint.tensor(entry)
             source = _bits(tensor.to(pages.dtype))
@@ -133,8 +160,8 @@ class ImagePlan:
     ranks: torch.Tensor
 
 
-def plan_of(checkpoint: AdapterCheckpoint, shape: ModelShape, page_elems: int) -> ImagePlan:
-    return _make_plan(shape, page_elems, tuple((m.layer, m.projection, m.rank) for m in checkpoint.modules))
+def plan_image(form: ImageFormat, modules: Sequence[BoundModule]) -> ImagePlan:
+    return _make_plan(form.shape, form.page_elems, tuple((m.layer, m.projection, m.rank) for m in modules))
 
 
 @functools.lru_cache(maxsize=32)

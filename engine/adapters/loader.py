@@ -1,7 +1,8 @@
 """Loads adapters in threads of its own: several at once, each version once, none beyond its deadline.
 
 Knows adapters' references, not who waits for them: a waiter that goes away changes nothing here. A thread
-that is stuck in a read when its load's deadline passes is given up, and its place goes to the next load.
+that is stuck in a read when its load's deadline passes is given up, and its place goes to the next load. A
+load that makes no progress for a second lends its place to another: one slow source holds back no other.
 """
 
 from __future__ import annotations
@@ -12,21 +13,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from engine.adapters.image import AdapterImage
+from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.loading import load_image
+from engine.adapters.manager import STALL_FACTOR
 from engine.config import EngineConfig
-from engine.errors import LorafleetError, Unavailable
+from engine.errors import AdapterRefused, LorafleetError, Unavailable
 from engine.request import AdapterRef
 from engine.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 
 FAILURE_TTL_S = 5.0  # for so long the same version is not tried again
+REFUSAL_TTL_S = 60.0  # the same bytes will be refused again
+STALLED_S = 1.0  # without a byte
+_TICK_S = 0.05
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -53,7 +58,9 @@ class _Load:
     key: _Key
     refs: list[AdapterRef]  # those that asked for it; they differ in their names
     started: float = 0.0
-    threads: list[threading.Thread] = field(default_factory=list)  # the one that reads and the deadline's
+    progressed: float = 0.0
+    is_over: bool = False
+    thread: threading.Thread | None = None
 
 
 class AdapterLoader:
@@ -67,25 +74,33 @@ class AdapterLoader:
         config: EngineConfig,
         on_done: Callable[[LoadResult], None],  # called from the loader's threads
         clock: Callable[[], float] = time.monotonic,
+        max_pool_pages: int | None = None,  # that one adapter can have
     ) -> None:
-        self._shape = shape
-        self._page_elems = page_elems
-        self._dtype = dtype
+        self._form = ImageFormat(
+            shape,
+            page_elems,
+            dtype,
+            config.max_rank,
+            max_pool_pages,
+            config.host_cache_bytes,
+            pin_memory=config.device == "cuda",
+        )
         self._config = config
         self._on_done = on_done
         self._clock = clock
         self._lock = threading.Lock()  # over everything below
         self._queue: deque[_Load] = deque()
         self._loads: dict[_Key, _Load] = {}  # queued and running
-        self._num_running = 0
+        self._running: list[_Load] = []
         self._failures: dict[_Key, _Failure] = {}
-        self._closed = False
+        self._watcher: threading.Thread | None = None  # while loads run
+        self._closed = threading.Event()
 
     def submit(self, ref: AdapterRef) -> None:
         """Start reading, or join the load of that version. Neither waits nor raises."""
         key = _Key(ref.uri, ref.version)
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 return
             if key in self._loads:
                 if ref not in self._loads[key].refs:
@@ -101,50 +116,63 @@ class AdapterLoader:
             self._queue.append(load)
             self._start_loads()
 
+    def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
+        """What was read well turned out to be of no use: for a while, do not read that version again."""
+        with self._lock:
+            self._remember(_Key(ref.uri, ref.version), error)
+
     def close(self) -> None:
         """No result is handed over any more. Reads end soon, or are given up."""
         with self._lock:
-            self._closed = True
-            threads = [thread for load in self._loads.values() for thread in load.threads]
+            self._closed.set()
+            threads = [load.thread for load in self._running] + [self._watcher]
+            for load in self._running:
+                load.is_over = True
             self._loads.clear()
             self._queue.clear()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in threads:
-            if isinstance(thread, threading.Timer):
-                thread.cancel()
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _start_loads(self) -> None:
-        while self._queue and self._num_running < self._config.max_parallel_loads:
+        now = self._clock()
+        most = self._config.max_parallel_loads
+        num_moving = sum(now - load.progressed < STALLED_S for load in self._running)
+        while self._queue and num_moving < most and len(self._running) < STALL_FACTOR * most:
             load = self._queue.popleft()
-            load.started = self._clock()
-            self._num_running += 1
-            timer = threading.Timer(self._config.load_timeout_s, self._expire, [load])
-            timer.daemon = True
-            timer.start()
-            load.threads = [timer, _start_thread(self._run, load, timer)]
+            load.started = load.progressed = now
+            self._running.append(load)
+            load.thread = _start_thread(self._run, load)
+            num_moving += 1
+        if self._running and self._watcher is None:
+            self._watcher = _start_thread(self._watch)
 
-    def _run(self, load: _Load, timer: threading.Timer) -> None:
-        image, error = self._read(load)
-        timer.cancel()
-        self._end(load, image, error)
+    def _watch(self) -> None:
+        """End loads at their deadline; start others while some stall."""
+        while not self._closed.wait(_TICK_S):
+            with self._lock:
+                if not self._running:
+                    self._watcher = None
+                    return
+                limit = self._config.load_timeout_s
+                late = [load for load in self._running if self._clock() - load.started >= limit]
+                self._start_loads()
+            for load in late:
+                message = f"loading the adapter took more than {limit:g} s"
+                self._end(load, None, Unavailable(message, retry_after_s=FAILURE_TTL_S))
+
+    def _run(self, load: _Load) -> None:
+        self._end(load, *self._read(load))
 
     def _read(self, load: _Load) -> tuple[AdapterImage | None, LorafleetError | None]:
         def check() -> None:
-            with self._lock:
-                if self._loads.get(load.key) is not load:
-                    raise Unavailable("the load was given up")
+            if load.is_over:
+                raise Unavailable("the load was given up")
+            load.progressed = self._clock()
 
         try:
-            image = load_image(
-                load.key.uri,
-                self._shape,
-                self._page_elems,
-                self._dtype,
-                self._config.max_rank,
-                pin_memory=self._config.device == "cuda",
-                check=check,
-            )
+            image = load_image(load.key.uri, self._form, check)
         except LorafleetError as error:
             return None, error
         except Exception:
@@ -153,23 +181,24 @@ class AdapterLoader:
             return None, LorafleetError("internal error while the adapter was loaded")
         return image, None
 
-    def _expire(self, load: _Load) -> None:
-        limit = self._config.load_timeout_s
-        message = f"loading the adapter took more than {limit:g} s"
-        self._end(load, None, Unavailable(message, retry_after_s=FAILURE_TTL_S))
-
     def _end(self, load: _Load, image: AdapterImage | None, error: LorafleetError | None) -> None:
         with self._lock:
-            if self._loads.get(load.key) is not load:
-                return  # given up before
+            if load.is_over:
+                return
+            load.is_over = True
             del self._loads[load.key]
-            self._num_running -= 1
-            now = self._clock()
-            self._failures = {key: f for key, f in self._failures.items() if now < f.until}
+            self._running.remove(load)
             if error is not None:
-                self._failures[load.key] = _Failure(error, now + FAILURE_TTL_S)
+                self._remember(load.key, error)
             self._start_loads()
-        self._hand_over([LoadResult(ref, _named(image, ref), error, now - load.started) for ref in load.refs])
+            seconds = self._clock() - load.started
+        self._hand_over([LoadResult(ref, _named(image, ref), error, seconds) for ref in load.refs])
+
+    def _remember(self, key: _Key, error: LorafleetError) -> None:
+        now = self._clock()
+        self._failures = {other: f for other, f in self._failures.items() if now < f.until}
+        ttl = REFUSAL_TTL_S if isinstance(error, AdapterRefused) else FAILURE_TTL_S
+        self._failures[key] = _Failure(error, now + ttl)
 
     def _hand_over(self, results: list[LoadResult]) -> None:
         for result in results:

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
-from engine.adapters.checkpoint import AdapterCheckpoint, load_checkpoint
-from engine.adapters.image import AdapterImage, pack
-from engine.adapters.source import describe, read_adapter_files, read_one_version
-from engine.shape import ModelShape
+from engine.adapters.checkpoint import start_checkpoint
+from engine.adapters.image import AdapterImage, ImageFormat, pack
+from engine.adapters.reader import FileReader
+from engine.adapters.source import describe, open_reader, read_adapter_files, read_one_version
 
 
-def load_image(
-    uri: str,
-    shape: ModelShape,
-    page_elems: int,
-    dtype: torch.dtype,
-    max_rank: int,
-    *,
-    pin_memory: bool = False,
-    check: Callable[[], None] = lambda: None,
-) -> AdapterImage:
+def load_image(uri: str, form: ImageFormat, check: Callable[[], None] = lambda: None) -> AdapterImage:
     """Raises LorafleetErrors. `check` is called between reads; what it raises ends the load."""
+    return read_one_version(lambda: read_image(open_reader(describe(uri), check), form))
 
-    def read() -> AdapterCheckpoint:
-        return load_checkpoint(read_adapter_files(describe(uri), check), shape, max_rank)
 
-    return pack(read_one_version(read), shape, page_elems, dtype, pin_memory)
+def read_image(reader: FileReader, form: ImageFormat) -> AdapterImage:
+    """Raises SourceChanged as well: the files changed, or are not the right ones."""
+    files = read_adapter_files(reader)
+    with start_checkpoint(files, form.shape, form.max_rank, form.check_size) as checkpoint:
+        return pack(checkpoint, form)

@@ -11,7 +11,8 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from engine.adapters.files import WEIGHTS_FILE, FileReader
+from engine.adapters.files import WEIGHTS_FILE
+from engine.adapters.reader import FileReader
 from engine.errors import AdapterRefused
 
 ITEM_BYTES = {
@@ -50,8 +51,8 @@ class TensorEntry:
         return f"{self.name} ({self.dtype} {list(self.shape)}, {self.num_bytes} bytes)"
 
 
-def read_header(reader: FileReader) -> tuple[bytes, list[TensorEntry]]:
-    """The file's head as far as it had to be read, and the tensors by name. Raises AdapterRefused."""
+def read_header(reader: FileReader) -> list[TensorEntry]:
+    """The tensors by name. Reads no more of the file than its head. Raises AdapterRefused."""
     size = reader.size(WEIGHTS_FILE)
     head = reader.read_head(WEIGHTS_FILE, HEAD_BYTES)
     length = int.from_bytes(head[:_LENGTH_BYTES], "little")
@@ -59,7 +60,7 @@ def read_header(reader: FileReader) -> tuple[bytes, list[TensorEntry]]:
         raise _malformed(f"a header of {length} bytes in a file of {size}: cut off?")
     if _LENGTH_BYTES + length > len(head):
         head = reader.read_head(WEIGHTS_FILE, _LENGTH_BYTES + length)
-    return head, parse_header(head[_LENGTH_BYTES : _LENGTH_BYTES + length], size)
+    return parse_header(head[_LENGTH_BYTES : _LENGTH_BYTES + length], size)
 
 
 def parse_header(content: bytes, file_bytes: int) -> list[TensorEntry]:

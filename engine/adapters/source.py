@@ -6,26 +6,40 @@ A source holds many adapters, found by name; `describe` and `read_adapter_files`
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from engine.adapters import tokenizer_files
 from engine.adapters.directory import DirectoryFolder, DirectorySource
 from engine.adapters.files import (
+    ADDED_TOKENS_FILE,
     CONFIG_FILE,
     PICKLE_FILE,
+    SUMS_FILE,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterFile,
     AdapterListing,
-    FileReader,
     Folder,
     SourceChanged,
 )
+from engine.adapters.reader import MAX_SMALL_FILE_BYTES, FileReader
+from engine.adapters.safetensors_header import HEAD_BYTES
 from engine.adapters.tokenizer_files import TokenizerFiles
 from engine.errors import AdapterRefused, InvalidRequest, Unavailable
 
 T = TypeVar("T")
+
+# all that most adapters are decided by: asked for at once, so that one answer is waited for instead of five
+_FIRST_READS = {
+    CONFIG_FILE: MAX_SMALL_FILE_BYTES,
+    SUMS_FILE: MAX_SMALL_FILE_BYTES,
+    TEMPLATE_FILE: MAX_SMALL_FILE_BYTES,
+    TOKENIZER_CONFIG_FILE: MAX_SMALL_FILE_BYTES,
+    ADDED_TOKENS_FILE: MAX_SMALL_FILE_BYTES,
+    WEIGHTS_FILE: HEAD_BYTES,
+}
 
 __all__ = [
     "AdapterFile",
@@ -33,6 +47,8 @@ __all__ = [
     "AdapterListing",
     "AdapterSource",
     "describe",
+    "is_s3",
+    "open_reader",
     "open_source",
     "read_adapter_files",
     "read_chat_template",
@@ -58,7 +74,7 @@ class AdapterFiles:
 
 
 def open_source(uri: str) -> AdapterSource:
-    if _is_s3(uri):
+    if is_s3(uri):
         # boto3 takes half a second to import: only those who use S3 pay for it
         from engine.adapters.s3 import S3Source
 
@@ -71,12 +87,15 @@ def describe(uri: str) -> AdapterListing:
     return _open_folder(uri).list_files()
 
 
-def read_adapter_files(listing: AdapterListing, check: Callable[[], None] = lambda: None) -> AdapterFiles:
-    """Raises AdapterRefused if files are missing or malformed, SourceChanged if they changed since listed.
+def open_reader(listing: AdapterListing, check: Callable[[], None] = lambda: None) -> FileReader:
+    """`check` is called during all reads; what it raises ends them."""
+    return FileReader(_open_folder(listing.uri), listing, check)
 
-    `check` is called during all reads, those of the weights too; what it raises ends them.
-    """
-    reader = FileReader(_open_folder(listing.uri), listing, check)
+
+def read_adapter_files(reader: FileReader) -> AdapterFiles:
+    """Raises AdapterRefused if files are missing or malformed, SourceChanged if they changed since listed."""
+    listing = reader.listing
+    reader.prefetch(_FIRST_READS)
     config = reader.read_small(CONFIG_FILE)
     if listing.find(WEIGHTS_FILE) is None:
         if listing.find(PICKLE_FILE) is not None:
@@ -95,28 +114,33 @@ def read_chat_template(uri: str) -> str | None:
     folder = _open_folder(uri)
 
     def read() -> str | None:
-        return tokenizer_files.read(FileReader(folder, folder.list_files(), lambda: None)).chat_template
+        return tokenizer_files.read(FileReader(folder, folder.list_files())).chat_template
 
     return read_one_version(read)
 
 
 def read_one_version(read: Callable[[], T]) -> T:
     """`read` lists and reads files; it is called once more if they changed meanwhile."""
-    for _ in range(2):
-        with suppress(SourceChanged):
-            return read()
-    raise Unavailable("the adapter's files changed while they were read", retry_after_s=1.0)
+    try:
+        return read()
+    except SourceChanged:
+        pass
+    try:
+        return read()
+    except SourceChanged as changed:
+        error = changed.error
+    raise error or Unavailable("the adapter's files changed while they were read", retry_after_s=1.0)
 
 
 def _open_folder(uri: str) -> Folder:
-    if _is_s3(uri):
+    if is_s3(uri):
         from engine.adapters.s3 import S3Folder
 
         return S3Folder(uri)
     return DirectoryFolder(uri)
 
 
-def _is_s3(uri: str) -> bool:
+def is_s3(uri: str) -> bool:
     """Raises InvalidRequest for any other scheme."""
     if not uri or not uri.isprintable():
         raise InvalidRequest("not the URI of an adapter source", param="uri")

@@ -11,12 +11,11 @@ from typing import Any
 
 from engine.adapters.files import (
     ADDED_TOKENS_FILE,
-    MAX_SMALL_FILE_BYTES,
     TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
-    FileReader,
 )
+from engine.adapters.reader import MAX_SMALL_FILE_BYTES, FileReader
 from engine.errors import AdapterRefused
 
 

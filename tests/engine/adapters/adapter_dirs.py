@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.adapters.image import AdapterImage
+from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.loading import load_image
 from engine.shape import PROJECTIONS, RANK_BLOCK, ModelShape
 
@@ -25,6 +25,7 @@ BASE_T = ModelShape(
     vocab_size=256,
 )
 PAGE_ELEMS = BASE_T.page_elems(BASE_T.fit_page_tokens(16))
+FORMAT = ImageFormat(BASE_T, PAGE_ELEMS, torch.float32, max_rank=256)
 
 LLAMA_8B = ModelShape(
     num_layers=32,
@@ -97,7 +98,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     max_rank: int = 256,
 ) -> AdapterImage:
-    return load_image(str(path), shape, page_elems, dtype, max_rank)
+    return load_image(str(path), ImageFormat(shape, page_elems, dtype, max_rank))
 
 
 def unpack(image: AdapterImage, shape: ModelShape, layer: int, projection: str) -> Tensors:

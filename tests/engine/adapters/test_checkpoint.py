@@ -3,16 +3,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.adapters.checkpoint import AdapterCheckpoint, load_checkpoint
+from engine.adapters.checkpoint import AdapterCheckpoint, start_checkpoint
+from engine.adapters.directory import DirectoryFolder
 from engine.adapters.files import AdapterFile, AdapterListing, Folder
-from engine.adapters.source import describe, read_adapter_files
+from engine.adapters.reader import FileReader
+from engine.adapters.source import describe, open_reader, read_adapter_files
 from engine.errors import AdapterRefused
 from tests.engine.adapters.adapter_dirs import BASE_T, CONFIG, lora_tensors, tensor_name, write_adapter
 
@@ -33,16 +34,15 @@ class CountingFolder:
 
 
 def checkpoint(path: Path) -> AdapterCheckpoint:
-    return load_checkpoint(read_adapter_files(describe(str(path))), BASE_T, max_rank=256)
+    return start_checkpoint(read_adapter_files(open_reader(describe(str(path)))), BASE_T, max_rank=256)
 
 
 def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
     loaded = checkpoint(write_adapter(tmp_path / "a"))
     tensor = loaded.tensor(loaded.modules[0].lora_a)
     assert torch.equal(tensor, lora_tensors()[tensor_name(0, "q_proj", "A")])
-    loaded.weights[loaded.modules[0].lora_a.start :] = bytes(
-        len(loaded.weights) - loaded.modules[0].lora_a.start
-    )
+    start = loaded.modules[0].lora_a.start
+    loaded.weights.buffer[start:] = bytes(len(loaded.weights.buffer) - start)
     assert not tensor.any()
 
 
@@ -99,11 +99,12 @@ def test_what_does_not_change_an_answer_does_not_change_the_digest(tmp_path: Pat
 def test_the_names_are_checked_before_the_weights_are_read(tmp_path: Path) -> None:
     """FR-20: a bad adapter costs its header, not its bytes."""
     tensors = lora_tensors() | {"x" * 100: torch.zeros(2 << 20)}  # 8 MiB
-    files = read_adapter_files(describe(str(write_adapter(tmp_path / "a", tensors))))
-    folder = CountingFolder(files.reader.folder)
-    files = replace(files, reader=replace(files.reader, folder=folder))
+    path = write_adapter(tmp_path / "a", tensors)
+    folder = CountingFolder(DirectoryFolder(path))
+    files = read_adapter_files(FileReader(folder, folder.list_files()))
+    folder.num_bytes = 0
     with pytest.raises(AdapterRefused):
-        load_checkpoint(files, BASE_T, max_rank=256)
+        start_checkpoint(files, BASE_T, max_rank=256)
     assert folder.num_bytes == 1 << 20
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.adapters.checkpoint import load_checkpoint
-from engine.adapters.image import pack
-from engine.adapters.source import describe, read_adapter_files
+from engine.adapters.checkpoint import start_checkpoint
+from engine.adapters.image import ImageFormat, pack
+from engine.adapters.source import describe, open_reader, read_adapter_files
 from engine.errors import AdapterRefused
 from engine.shape import PROJECTIONS
 from tests.engine.adapters.adapter_dirs import (
@@ -131,9 +131,11 @@ def test_tensors_at_odd_offsets_are_read_right(tmp_path: Path) -> None:
 def test_an_8b_rank_16_adapter_is_40_pages_and_packs_quickly(tmp_path: Path) -> None:
     tensors = lora_tensors(LLAMA_8B, rank=16, projections=PROJECTIONS, dtype=torch.bfloat16)
     path = write_adapter(tmp_path / "a", tensors, {**CONFIG, "r": 16})
-    checkpoint = load_checkpoint(read_adapter_files(describe(str(path))), LLAMA_8B, max_rank=256)
+    checkpoint = start_checkpoint(
+        read_adapter_files(open_reader(describe(str(path)))), LLAMA_8B, max_rank=256
+    )
     started = time.perf_counter()
-    image = pack(checkpoint, LLAMA_8B, LLAMA_8B.page_elems(16), torch.bfloat16)
+    image = pack(checkpoint, ImageFormat(LLAMA_8B, LLAMA_8B.page_elems(16), torch.bfloat16, max_rank=256))
     assert time.perf_counter() - started < 1.0  # 80 MiB; some 30 ms where nothing else runs
     assert image.pages.shape == (40, 1 << 20)
     for projection in PROJECTIONS:

@@ -4,6 +4,7 @@ import logging
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from engine.adapters import loader as loader_module
-from engine.adapters.image import AdapterImage
-from engine.adapters.loader import FAILURE_TTL_S, AdapterLoader, LoadResult
+from engine.adapters.image import AdapterImage, ImageFormat
+from engine.adapters.loader import FAILURE_TTL_S, REFUSAL_TTL_S, STALLED_S, AdapterLoader, LoadResult
 from engine.adapters.loading import load_image
+from engine.adapters.manager import STALL_FACTOR
 from engine.config import EngineConfig
 from engine.errors import AdapterRefused, LorafleetError, ModelNotFound, Unavailable
 from engine.request import AdapterRef
-from tests.engine.adapters.adapter_dirs import BASE_T, PAGE_ELEMS, write_adapter
+from tests.engine.adapters.adapter_dirs import BASE_T, FORMAT, PAGE_ELEMS, write_adapter
 
 WAIT_S = 20.0  # for what must come; a test that passes does not wait so long
 
@@ -45,7 +47,7 @@ class Reads:
     def block(self, name: str) -> None:
         self.gates[name] = threading.Event()
 
-    def load_image(self, uri: str, *args: Any, check: Callable[[], None], **kwargs: Any) -> AdapterImage:
+    def load_image(self, uri: str, form: ImageFormat, check: Callable[[], None]) -> AdapterImage:
         self.counts[uri] = self.counts.get(uri, 0) + 1
         self.started.put(uri)
         if uri in self.gates:
@@ -87,7 +89,7 @@ class Fleet:
 
 @pytest.fixture
 def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
-    image = load_image(str(write_adapter(tmp_path / "any")), BASE_T, PAGE_ELEMS, torch.float32, 256)
+    image = load_image(str(write_adapter(tmp_path / "any")), FORMAT)
     reads = Reads(image)
     monkeypatch.setattr(loader_module, "load_image", reads.load_image)
     return reads
@@ -170,6 +172,25 @@ def test_a_slow_load_delays_no_other(make_fleet: Callable[..., Fleet], reads: Re
     assert fleet.result().ref.name == "slow"
 
 
+def test_loads_that_stall_hold_back_no_other(make_fleet: Callable[..., Fleet], reads: Reads) -> None:
+    """FR-34: also as many as may run at once."""
+    fleet = make_fleet(max_parallel_loads=2, load_timeout_s=1000.0)
+    stalled = [f"stalled{index}" for index in range(STALL_FACTOR * 2)]
+    for name in stalled:
+        reads.block(name)
+        fleet.submit(name)
+    fleet.submit("fast")
+    for count in range(2, len(stalled) + 1, 2):
+        assert {reads.started.get(timeout=WAIT_S) for _ in range(2)} <= set(stalled)
+        time.sleep(3 * loader_module._TICK_S)
+        assert len(reads.counts) == count, "it moved a moment ago"
+        fleet.clock.now += STALLED_S
+    fleet.assert_silent()
+    assert "fast" not in reads.counts, "memory is bounded"
+    reads.gates[stalled[0]].set()
+    assert {fleet.result().ref.name, fleet.result().ref.name} == {stalled[0], "fast"}
+
+
 def test_no_more_loads_run_at_once_than_configured(make_fleet: Callable[..., Fleet], reads: Reads) -> None:
     fleet = make_fleet(max_parallel_loads=3)
     for name in "abcde":
@@ -185,10 +206,15 @@ def test_no_more_loads_run_at_once_than_configured(make_fleet: Callable[..., Fle
 
 
 @pytest.mark.parametrize(
-    "error", [ModelNotFound("gone"), AdapterRefused("bad", param="r"), Unavailable("busy")]
+    ("error", "ttl"),
+    [
+        (ModelNotFound("gone"), FAILURE_TTL_S),
+        (AdapterRefused("bad", param="r"), REFUSAL_TTL_S),  # of the same bytes
+        (Unavailable("busy"), FAILURE_TTL_S),
+    ],
 )
 def test_a_failure_is_told_and_remembered_briefly(
-    error: LorafleetError, make_fleet: Callable[..., Fleet], reads: Reads
+    error: LorafleetError, ttl: float, make_fleet: Callable[..., Fleet], reads: Reads
 ) -> None:
     """FR-26, FR-64."""
     fleet = make_fleet()
@@ -196,7 +222,7 @@ def test_a_failure_is_told_and_remembered_briefly(
     fleet.submit("x")
     result = fleet.result()
     assert (result.image, result.error) == (None, error)
-    fleet.clock.now += FAILURE_TTL_S - 0.1
+    fleet.clock.now += ttl - 0.1
     fleet.submit("x")
     assert fleet.result().error is error
     assert reads.counts == {"x": 1}
@@ -207,6 +233,19 @@ def test_a_failure_is_told_and_remembered_briefly(
     fleet.submit("x")
     assert fleet.result().image is not None
     assert reads.counts == {"x": 3}
+
+
+def test_what_is_refused_after_it_was_read_is_not_read_again(
+    make_fleet: Callable[..., Fleet], reads: Reads
+) -> None:
+    fleet = make_fleet()
+    error = AdapterRefused("too large", param="pool_bytes")
+    fleet.loader.refuse(AdapterRef("x", "x", "1"), error)
+    fleet.submit("x")
+    assert fleet.result().error is error
+    assert reads.counts == {}
+    fleet.submit("x", version="2")
+    assert fleet.result().image is not None
 
 
 def test_a_fault_of_ours_is_an_error_for_those_who_wait_and_is_logged(
@@ -229,10 +268,11 @@ def test_a_load_beyond_its_deadline_fails_and_its_place_is_free(
     make_fleet: Callable[..., Fleet], reads: Reads
 ) -> None:
     """FR-34, FR-64: also while its thread is stuck in a read."""
-    fleet = make_fleet(max_parallel_loads=1, load_timeout_s=0.1)
+    fleet = make_fleet(max_parallel_loads=1, load_timeout_s=10.0)
     reads.block("stuck")
     fleet.submit("stuck")
     fleet.submit("next")
+    fleet.clock.now += 10.0
     result = fleet.result()
     assert result.ref.name == "stuck"
     assert isinstance(result.error, Unavailable)
@@ -246,9 +286,13 @@ def test_a_load_beyond_its_deadline_fails_and_its_place_is_free(
 def test_a_version_can_be_read_again_while_its_stuck_load_is_given_up(
     make_fleet: Callable[..., Fleet], reads: Reads
 ) -> None:
-    fleet = make_fleet(load_timeout_s=0.1)
+    fleet = make_fleet(load_timeout_s=10.0)
     reads.block("x")
     fleet.submit("x")
+    reads.started.get(timeout=WAIT_S)
+    fleet.clock.now += 9.0
+    fleet.assert_silent()
+    fleet.clock.now += 1.0
     assert isinstance(fleet.result().error, Unavailable)
     stuck = reads.gates.pop("x")
     fleet.clock.now += FAILURE_TTL_S + 1

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.adapters.loading import load_image
+from engine.adapters.reader import FileReader
 from engine.errors import AdapterRefused, Unavailable
 from tests.engine.adapters.adapter_dirs import (
     BASE_T,
+    FORMAT,
     PAGE_ELEMS,
     load,
     lora_tensors,
@@ -40,7 +44,7 @@ class Writer:
 def test_an_adapter_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path) -> None:
     """FR-22, FR-63."""
     path = write_adapter(tmp_path / "a")
-    image = load_image(str(path), BASE_T, PAGE_ELEMS, torch.float32, 256, check=Writer(path, times=1))
+    image = load_image(str(path), FORMAT, Writer(path, times=1))
     want = lora_tensors()[tensor_name(0, "q_proj", "A")] * 2
     assert torch.equal(unpack(image, BASE_T, 0, "q_proj")["A"], want)
 
@@ -48,14 +52,14 @@ def test_an_adapter_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Pa
 def test_an_adapter_that_never_rests_is_a_503(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "a")
     with pytest.raises(Unavailable) as caught:
-        load_image(str(path), BASE_T, PAGE_ELEMS, torch.float32, 256, check=Writer(path, times=100))
+        load_image(str(path), FORMAT, Writer(path, times=100))
     assert caught.value.retry_after_s is not None
 
 
 @pytest.mark.gpu
 def test_an_image_for_a_device_is_in_pinned_memory(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "a")
-    image = load_image(str(path), BASE_T, PAGE_ELEMS, torch.bfloat16, 256, pin_memory=True)
+    image = load_image(str(path), replace(FORMAT, pin_memory=True))
     assert image.pages.is_pinned()
 
 
@@ -117,3 +121,52 @@ def test_what_peft_saves_beyond_plain_lora_is_refused(
     with pytest.raises(AdapterRefused) as caught:
         load(tmp_path)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("limit", "param"),
+    [({"max_pool_pages": 1}, "pool_bytes"), ({"max_host_bytes": 2 * 4 * PAGE_ELEMS - 1}, "host_cache_bytes")],
+)
+def test_an_image_that_can_never_fit_is_refused_before_its_bytes_are_read(
+    limit: dict[str, Any], param: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FR-37: with both numbers."""
+    path = write_adapter(tmp_path / "a")
+    image = load(path)
+    assert (image.num_pages, image.nbytes) == (2, 2 * 4 * PAGE_ELEMS)
+    fitting: dict[str, Any] = {"max_pool_pages": image.num_pages, "max_host_bytes": image.nbytes}
+    assert load_image(str(path), replace(FORMAT, **fitting)).digest == image.digest
+    monkeypatch.delattr(FileReader, "start_read")
+    with pytest.raises(AdapterRefused) as caught:
+        load_image(str(path), replace(FORMAT, **limit))
+    assert caught.value.param == param
+    assert str(image.num_pages if param == "pool_bytes" else image.nbytes) in caught.value.message
+    (number,) = limit.values()
+    assert str(number) in caught.value.message
+
+
+def write_sums(path: Path) -> None:
+    files = sorted(file for file in path.iterdir() if file.name != "SHA256SUMS")
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (path / "SHA256SUMS").write_text("".join(lines))
+
+
+def test_an_adapter_with_the_right_sums_is_the_same_adapter(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "a")
+    digest = load(path).digest
+    write_sums(path)
+    assert load(path).digest == digest
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_one_other_bit_than_the_sums_state_refuses_the_adapter(name: str, tmp_path: Path) -> None:
+    """FR-63."""
+    path = write_adapter(tmp_path / "a")
+    write_sums(path)
+    content = bytearray((path / name).read_bytes())
+    content[-1] ^= 1
+    (path / name).write_bytes(content)
+    with pytest.raises(AdapterRefused) as caught:
+        load(path)
+    assert caught.value.param == name
+    assert "SHA-256" in caught.value.message

@@ -11,9 +11,9 @@ import pytest
 import torch
 from moto.server import ThreadedMotoServer
 
-from engine.adapters.files import CHUNK_BYTES, FileReader, SourceChanged
-from engine.adapters.s3 import S3Folder
-from engine.adapters.source import describe, open_source
+from engine.adapters.files import SourceChanged
+from engine.adapters.reader import CHUNK_BYTES
+from engine.adapters.source import describe, open_reader, open_source
 from engine.errors import ModelNotFound
 from tests.engine.adapters.adapter_dirs import BASE_T, load, lora_tensors, tensor_name, unpack, write_adapter
 
@@ -68,8 +68,10 @@ def test_a_multipart_object_is_read_in_ranges_of_one_version(client: S3Client, t
     (tmp_path / "w").write_bytes(content)
     client.put_object(Bucket="models", Key="big/adapter_config.json", Body=b"{}")
     client.upload_file(str(tmp_path / "w"), "models", "big/adapter_model.safetensors")
-    reader = FileReader(S3Folder("s3://models/big"), describe("s3://models/big"), lambda: None)
-    assert reader.read_all("adapter_model.safetensors") == content
+    listing = describe("s3://models/big")
+    with open_reader(listing).start_read("adapter_model.safetensors") as read:
+        read.wait(len(content))
+        assert read.buffer == content
     client.put_object(Bucket="models", Key="big/adapter_model.safetensors", Body=content)
-    with pytest.raises(SourceChanged):
-        reader.read_all("adapter_model.safetensors")
+    with pytest.raises(SourceChanged), open_reader(listing).start_read("adapter_model.safetensors") as read:
+        read.wait(len(content))

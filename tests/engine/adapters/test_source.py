@@ -10,7 +10,7 @@ import torch
 
 from engine.adapters.directory import DirectorySource
 from engine.adapters.files import SourceChanged
-from engine.adapters.source import describe, open_source, read_adapter_files, read_one_version
+from engine.adapters.source import describe, open_reader, open_source, read_adapter_files, read_one_version
 from engine.errors import AdapterRefused, InvalidRequest, ModelNotFound, Unavailable
 from tests.engine.adapters.adapter_dirs import BASE_T, load, lora_tensors, tensor_name, unpack, write_adapter
 
@@ -54,7 +54,7 @@ def test_an_adapter_without_weights_is_refused_with_the_files_name(tmp_path: Pat
     path = write_adapter(tmp_path / "a")
     (path / "adapter_model.safetensors").unlink()
     with pytest.raises(AdapterRefused) as caught:
-        read_adapter_files(describe(str(path)))
+        read_adapter_files(open_reader(describe(str(path))))
     assert caught.value.param == "adapter_model.safetensors"
 
 

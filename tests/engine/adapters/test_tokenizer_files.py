@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.adapters.source import describe, read_adapter_files, read_chat_template
+from engine.adapters.source import describe, open_reader, read_adapter_files, read_chat_template
 from engine.adapters.tokenizer_files import TokenizerFiles
 from engine.errors import AdapterRefused
 from tests.engine.adapters.adapter_dirs import load, write_adapter
@@ -18,7 +18,7 @@ def read(path: Path, files: dict[str, Any]) -> TokenizerFiles:
     contents = {
         name: content if isinstance(content, str) else json.dumps(content) for name, content in files.items()
     }
-    return read_adapter_files(describe(str(write_adapter(path / "a", files=contents)))).tokenizer
+    return read_adapter_files(open_reader(describe(str(write_adapter(path / "a", files=contents))))).tokenizer
 
 
 @pytest.mark.parametrize(
