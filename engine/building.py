@@ -11,7 +11,7 @@ import torch
 from engine.adapters.loader import AdapterLoader
 from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
-from engine.core import EngineCore, Geometry
+from engine.core import EngineCore, Geometry, build_memory
 from engine.errors import InvalidRequest
 from engine.loop import Inbox
 from engine.model.loading import LlamaWeights, load_weights
@@ -57,8 +57,11 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
         lambda result: inbox.put(partial(core.on_loaded, result)),
         max_pool_pages=geometry.num_pages - 1,  # one at least is left for KV
     )
-    manager = AdapterManager(loader, config.host_cache_bytes, config.max_parallel_loads)
-    core = EngineCore(config, geometry, runner, manager, time.monotonic)
+    memory = build_memory(config, geometry)
+    manager = AdapterManager(
+        loader, config.host_cache_bytes, config.max_parallel_loads, memory.order.host_image
+    )
+    core = EngineCore(config, geometry, runner, manager, time.monotonic, memory)
     logger.info("engine ready in %s", watch)
     return core
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from engine.eviction import Policy as EvictionPolicy
+
 GIB = 1 << 30
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+Fairness = Literal["tokens", "arrival"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,20 @@ class EngineConfig:
     load_timeout_s: float = 60.0
     max_overtakes: int = 32  # admissions past a request that waits for pages or for a slot
     max_overtaken_s: float = 2.0
+    fairness: Fairness = "tokens"  # who starts next: the adapter that was given least, or the oldest request
+    eviction_policy: EvictionPolicy = "score"  # of adapters and prefix pages, in the pool and in host memory
+    pinned_adapters: tuple[str, ...] = ()  # names; never evicted from the pool once they are there
     num_threads: int | None = None  # cpu backend; None: torch's default
     debug: bool = False  # check invariants every step and fill freed pages with NaN
 
     def __post_init__(self) -> None:
         """Raises ValueError, which names the field."""
-        for name, choices in (("device", get_args(Device)), ("dtype", get_args(Dtype))):
+        for name, choices in (
+            ("device", get_args(Device)),
+            ("dtype", get_args(Dtype)),
+            ("fairness", get_args(Fairness)),
+            ("eviction_policy", get_args(EvictionPolicy)),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         for name in (

@@ -23,6 +23,7 @@ from engine.errors import (
     RequestTooLarge,
     Unavailable,
 )
+from engine.eviction import EvictionOrder, ReloadCosts
 from engine.memory import Eviction, PoolMemory
 from engine.plan import StepPlan
 from engine.request import AdapterRef, FinishReason, GenerateRequest, TokenLogprob
@@ -88,6 +89,12 @@ class Request:
         return self.request.adapter.name if self.request.adapter else None
 
 
+def build_memory(config: EngineConfig, geometry: Geometry) -> PoolMemory:
+    costs = ReloadCosts().of_pool(geometry.page_bytes, geometry.page_tokens)
+    order = EvictionOrder(config.eviction_policy, costs=costs)
+    return PoolMemory(geometry.num_pages, geometry.page_tokens, config.max_adapters, order)
+
+
 class EngineCore:
     def __init__(
         self,
@@ -96,17 +103,21 @@ class EngineCore:
         runner: Runner,
         manager: AdapterManager,
         clock: Callable[[], float],
+        memory: PoolMemory | None = None,
     ) -> None:
+        """`memory`: of the geometry's size, with the order that `manager` evicts by. None: one of our own."""
         self.config = config
         self.geometry = geometry
         self.stats = EngineStats()
-        self.memory = PoolMemory(geometry.num_pages, geometry.page_tokens, config.max_adapters)
+        self.memory = memory or build_memory(config, geometry)
+        self.memory.order.in_host = manager
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=geometry.max_model_len,
                 prefix_cache=config.prefix_cache,
+                fair=config.fairness == "tokens",
                 max_overtakes=config.max_overtakes,
                 max_overtaken_s=config.max_overtaken_s,
                 page_copy_s=geometry.page_bytes / runner.copy_bytes_per_s,
@@ -362,6 +373,7 @@ class EngineCore:
         name = loaded.ref.name
         self._retire(self.manager.rename(name, digest))
         self.scheduler.keep(digest)
+        self.memory.order.used(digest, self._clock(), count=0.0)
         stats = self.stats.adapter(name)
         stats.loads += 1
         stats.load_seconds_sum += loaded.seconds
@@ -408,7 +420,7 @@ class EngineCore:
         # one page at least must be left for the KV of its requests
         if num_pages < capacity:
             return None
-        return too_many_pages(num_pages, capacity, self.geometry.page_bytes)
+        return too_many_pages(num_pages, capacity - 1, self.geometry.page_bytes)
 
     def _retire(self, digest: str | None) -> None:
         if digest is not None:

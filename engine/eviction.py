@@ -65,13 +65,12 @@ class EvictionOrder:
         costs: ReloadCosts | None = None,
         in_host: Container[str] | None = None,
     ) -> None:
-        """`in_host`: digests whose image is in host memory; None: all are."""
+        """`in_host`: digests whose image is in host memory; None: all are. Their owner may set it later."""
         self._policy = policy
         self._half_life_s = half_life_s
         self._costs = costs or ReloadCosts()
-        self._in_host = in_host
+        self.in_host = in_host
         self._uses: OrderedDict[str, _Uses] = OrderedDict()  # by last use
-        self._log_prefill_page_s = math.log2(self._costs.prefill_page_s)
 
     def used(self, digest: str, now: float, count: float = 1.0) -> None:
         """`count` 0: loaded for uses to come. What is new counts as used once: it is not the first to go."""
@@ -88,7 +87,7 @@ class EvictionOrder:
     def resident_adapter(self, digest: str, num_pages: int) -> float:
         """Its pages in the pool; it comes back from host memory if it is there."""
         costs = self._costs
-        if self._in_host is None or digest in self._in_host:
+        if self.in_host is None or digest in self.in_host:
             seconds_a_page = costs.copy_page_s + costs.copy_s / num_pages
         else:
             seconds_a_page = costs.read_page_s + costs.read_s / num_pages
@@ -98,10 +97,11 @@ class EvictionOrder:
         """Its image in host memory; it comes back from the source."""
         return self._worth(digest, self._costs.read_page_s + self._costs.read_s / num_pages)
 
-    def prefix_page(self, last_used: float) -> float:
+    def prefix_page(self, last_used: float, reuse: float) -> float:
+        """`reuse`: how often a page is used again, on average; most prompts never come back."""
         if self._policy == "lru":
             return last_used
-        return last_used / self._half_life_s + self._log_prefill_page_s
+        return math.log2(reuse * self._costs.prefill_page_s) + last_used / self._half_life_s
 
     def _worth(self, digest: str, seconds_a_page: float) -> float:
         uses = self._uses.get(digest)

@@ -165,7 +165,10 @@ class PoolMemory:
         adapter = self._cheapest_adapter(needed)
         if adapter is not None and (
             leaf is None
-            or (adapter.digest not in needed.any and adapter.worth < self.order.prefix_page(leaf.last_used))
+            or (
+                adapter.digest not in needed.any
+                and adapter.worth < self.order.prefix_page(leaf.last_used, self.prefix.reuse)
+            )
         ):
             leaf = self.prefix.oldest_leaf(adapter.digest)
             if leaf is None:

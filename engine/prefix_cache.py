@@ -14,6 +14,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+_REUSE_WINDOW = 1 << 14
+"""Pages after which the counts of reuse are halved."""
+
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
@@ -33,6 +36,7 @@ class PrefixCache:
         self.page_tokens = page_tokens
         self._roots: dict[str, PrefixNode] = {}
         self._num_nodes = 0
+        self._num_inserted = self._num_reused = 1
         # by last use, and children before their parent: the first one is a leaf
         self._unused: OrderedDict[PrefixNode, None] = OrderedDict()
 
@@ -47,6 +51,11 @@ class PrefixCache:
     @property
     def namespaces(self) -> tuple[str, ...]:
         return tuple(self._roots)
+
+    @property
+    def reuse(self) -> float:
+        """Pages found again for each page that was put in, of late."""
+        return self._num_reused / self._num_inserted
 
     def match(self, namespace: str, token_ids: Sequence[int], num_tokens: int) -> list[PrefixNode]:
         """The longest chain of cached full pages within the first `num_tokens`. Modifies nothing."""
@@ -71,19 +80,22 @@ class PrefixCache:
         above = parent or self._roots.setdefault(namespace, PrefixNode(namespace, (), -1, None))
         node = above.children.get(tokens)
         if node is not None:
-            self.acquire([node])
+            self._acquire(node)  # computed once more, so that nothing was saved
             return node
         node = PrefixNode(namespace, tokens, page_id, above, num_users=1)
         above.children[tokens] = node
         self._num_nodes += 1
+        self._num_inserted += 1
+        if self._num_inserted > _REUSE_WINDOW:
+            self._num_inserted = self._num_inserted // 2
+            self._num_reused = max(1, self._num_reused // 2)
         return node
 
     def acquire(self, nodes: Sequence[PrefixNode]) -> None:
         """`nodes` go from the root downwards, without gaps below those that the caller holds already."""
         for node in nodes:
-            if node.num_users == 0:
-                del self._unused[node]
-            node.num_users += 1
+            self._acquire(node)
+        self._num_reused += len(nodes)
 
     def release(self, nodes: Sequence[PrefixNode], now: float) -> None:
         """All that one request holds, from the root downwards."""
@@ -140,6 +152,11 @@ class PrefixCache:
             assert is_top or node.num_users <= node.parent.num_users
             if node in position:
                 assert is_top or position[node] < position.get(node.parent, len(position))
+
+    def _acquire(self, node: PrefixNode) -> None:
+        if node.num_users == 0:
+            del self._unused[node]
+        node.num_users += 1
 
     def _walk(self, namespace: str) -> Iterator[PrefixNode]:
         root = self._roots.get(namespace)

@@ -10,7 +10,17 @@ from engine.config import EngineConfig
 NUMBERS = [
     f.name
     for f in dataclasses.fields(EngineConfig)
-    if f.name not in ("model", "device", "dtype", "prefix_cache", "debug")
+    if f.name
+    not in (
+        "model",
+        "device",
+        "dtype",
+        "prefix_cache",
+        "debug",
+        "fairness",
+        "eviction_policy",
+        "pinned_adapters",
+    )
 ]
 MAY_BE_ZERO = {"max_overtakes", "max_overtaken_s"}
 

@@ -52,8 +52,9 @@ def test_what_must_come_from_the_source_is_worth_more() -> None:
 def test_prefix_pages_and_adapters_compare_by_the_seconds_that_they_save() -> None:
     order = make(costs=ReloadCosts(copy_page_s=1.0, copy_s=0.0, prefill_page_s=4.0))
     order.used("a", 2 * HALF_LIFE_S)
-    assert order.prefix_page(0.1) == pytest.approx(order.resident_adapter("a", 3), abs=0.02)
-    assert order.prefix_page(HALF_LIFE_S) > order.resident_adapter("a", 3)
+    assert order.prefix_page(0.1, reuse=1.0) == pytest.approx(order.resident_adapter("a", 3), abs=0.02)
+    assert order.prefix_page(HALF_LIFE_S, reuse=1.0) > order.resident_adapter("a", 3)
+    assert order.prefix_page(HALF_LIFE_S, reuse=0.25) < order.resident_adapter("a", 3)
 
 
 def test_a_load_is_no_use_but_what_is_new_counts_as_used_once() -> None:
@@ -71,7 +72,7 @@ def test_by_lru_only_the_last_use_counts() -> None:
         order.used("often", 1.0)
     order.used("later", 2.0)
     assert order.resident_adapter("often", 1) == 1.0
-    assert order.host_image("later", 99) == order.prefix_page(2.0) == 2.0
+    assert order.host_image("later", 99) == order.prefix_page(2.0, reuse=0.1) == 2.0
 
 
 def test_only_so_many_are_remembered_and_the_forgotten_go_first(monkeypatch: pytest.MonkeyPatch) -> None:

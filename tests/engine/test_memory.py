@@ -45,6 +45,7 @@ class NaiveMemory:
     num_slots: int
     policy: Policy
     in_host: set[str]
+    num_inserted: int = 0
     num_free: int = NUM_PAGES
     adapters: dict[str, NaiveAdapter] = field(default_factory=dict)
     prefixes: list[NaivePrefix] = field(default_factory=list)
@@ -66,7 +67,8 @@ class NaiveMemory:
     def worth_of_prefix(self, prefix: NaivePrefix) -> float:
         if self.policy == "lru":
             return prefix.last_used
-        return math.log2(2.0 ** (prefix.last_used / HALF_LIFE_S) * COSTS.prefill_page_s)
+        reuse = 1.0 / (1.0 + self.num_inserted)  # nothing is used again here
+        return math.log2(2.0 ** (prefix.last_used / HALF_LIFE_S) * COSTS.prefill_page_s * reuse)
 
     def idle(self, needed: Needed) -> list[str]:
         """Cheapest first."""
@@ -159,6 +161,7 @@ class Comparison:
                 tokens = (next(self.tickets),) * PAGE
                 nodes.append(self.memory.share(owner, namespace, parent, tokens, page_id))
             assert self.naive.take(num_pages, needed)
+            self.naive.num_inserted += num_pages
             prefix = NaivePrefix(namespace, num_pages, in_use=True)
             self.naive.prefixes.append(prefix)
             self.requests.append((namespace, nodes, prefix))

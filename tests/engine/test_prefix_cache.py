@@ -208,3 +208,26 @@ def test_a_prefix_that_is_used_for_ever_costs_no_memory() -> None:
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert num_bytes < 8192
+
+
+def test_reuse_is_what_was_found_again_for_each_page_put_in() -> None:
+    cache = PrefixCache(PAGE)
+    nodes = [cache.insert("", None, (i,) * PAGE, i) for i in range(99)]
+    cache.release(nodes, now=0.0)
+    low = cache.reuse
+    assert low == pytest.approx(0.01)
+    for _ in range(49):
+        cache.acquire(nodes[:1])
+    assert cache.reuse == pytest.approx(0.5)
+    cache.insert("", None, (0,) * PAGE, 100)  # computed twice
+    assert cache.reuse == pytest.approx(0.5)
+
+
+def test_reuse_of_long_ago_fades() -> None:
+    cache = PrefixCache(PAGE)
+    node = cache.insert("", None, (0,) * PAGE, 0)
+    for _ in range(1000):
+        cache.acquire([node])
+    for i in range(100_000):
+        cache.insert("", None, (i + 1,) * PAGE, i + 1)
+    assert cache.reuse < 0.01
