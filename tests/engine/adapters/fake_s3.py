@@ -37,6 +37,7 @@ class FakeS3:
     faults: list[Fault] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)  # keys got, and prefixes listed
     page_size: int = 1000
+    num_connections: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -93,6 +94,11 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     s3: FakeS3
+
+    def setup(self) -> None:
+        super().setup()
+        with self.s3.lock:
+            self.s3.num_connections += 1
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         pass

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from engine.adapters.s3 import S3Source
 from engine.adapters.source import describe, open_reader, open_source, read_adapter_files
 from engine.errors import AccessDenied, InvalidRequest, LorafleetError, ModelNotFound, Unavailable
 from tests.engine.adapters.adapter_dirs import BASE_T, load, lora_tensors, tensor_name, unpack, write_adapter
-from tests.engine.adapters.fake_s3 import FakeS3, serve
+from tests.engine.adapters.fake_s3 import FakeS3, FaultKind, serve
 
 SECRET = "top-secret-key"
 URI = "s3://models/adapters/sql"
@@ -310,3 +311,29 @@ def test_a_read_that_is_not_wanted_any_more_ends(fake: FakeS3) -> None:
     with pytest.raises(Unwanted):
         read_adapter_files(open_reader(describe(URI), check))
     assert len(fake.keys_got) <= 2  # the first reads are made at once
+
+
+@pytest.mark.parametrize("fault", [None, "status", "cut", "slow"])
+@pytest.mark.usefixtures("impatient")
+def test_no_log_tells_credentials_or_signatures(
+    fault: FaultKind | None, fake: FakeS3, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FR-64: also not when everything is logged."""
+    caplog.set_level(logging.DEBUG)
+    if fault:
+        fake.fail(fault, WEIGHTS, status=403, seconds=1.0)
+        with pytest.raises(LorafleetError):
+            load(URI)
+    else:
+        load(URI)
+    assert "urllib3" in caplog.text  # so everything was
+    for secret in (SECRET, "some-key-id", "Signature", "Authorization"):
+        assert secret not in caplog.text
+
+
+def test_connections_are_used_again(fake: FakeS3) -> None:
+    load(URI)
+    before = fake.num_connections
+    for _ in range(5):
+        load(URI)
+    assert fake.num_connections == before
