@@ -22,6 +22,7 @@ _ENGINE_FLAGS = {
     "dtype": str, "max_model_len": int, "pool_bytes": int, "num_pages": int, "max_num_seqs": int,
     "max_num_batched_tokens": int, "max_queued_requests": int, "max_adapters": int, "max_rank": int,
     "host_cache_bytes": int, "max_parallel_loads": int, "load_timeout_s": float, "num_threads": int,
+    "disk_cache_dir": str, "disk_cache_bytes": int,
 }  # fmt: skip
 
 

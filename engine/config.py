@@ -33,6 +33,8 @@ class EngineConfig:
     host_cache_bytes: int = 2 * GIB
     max_parallel_loads: int = 4
     load_timeout_s: float = 60.0
+    disk_cache_dir: str | None = None  # local directory for what was read from S3; None: not kept on disk
+    disk_cache_bytes: int = 20 * GIB
     max_overtakes: int = 32  # admissions past a request that waits for pages or for a slot
     max_overtaken_s: float = 2.0
     fairness: Fairness = "tokens"  # who starts next: the adapter that was given least, or the oldest request
@@ -54,6 +56,7 @@ class EngineConfig:
         for name in (
             "page_tokens", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests",
             "max_adapters", "max_rank", "host_cache_bytes", "max_parallel_loads", "load_timeout_s",
+            "disk_cache_bytes",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
