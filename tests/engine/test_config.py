@@ -20,6 +20,7 @@ NUMBERS = [
         "fairness",
         "eviction_policy",
         "pinned_adapters",
+        "disk_cache_dir",
     )
 ]
 MAY_BE_ZERO = {"max_overtakes", "max_overtaken_s"}
