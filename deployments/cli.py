@@ -19,7 +19,8 @@ _SERVE_FLAGS = (
     "tensor_parallel_size", "allow_runtime_lora_updating", "allowed_lora_prefixes", "catalog_file",
 )  # fmt: skip
 _ENGINE_FLAGS = {
-    "dtype": str, "max_model_len": int, "pool_bytes": int, "num_pages": int, "max_num_seqs": int,
+    "dtype": str, "max_model_len": int, "pool_bytes": int, "num_pages": int, "gpu_memory_fraction": float,
+    "max_num_seqs": int,
     "max_num_batched_tokens": int, "max_queued_requests": int, "max_adapters": int, "max_rank": int,
     "host_cache_bytes": int, "max_parallel_loads": int, "load_timeout_s": float, "num_threads": int,
     "disk_cache_dir": str, "disk_cache_bytes": int,
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     demo = commands.add_parser("demo", help="serve a small real model with three adapters")
     demo.add_argument("--once", action="store_true", help="send three requests, print the answers and stop")
+    demo.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     demo.add_argument("--num-replicas", type=int, default=1)
     demo.add_argument("--port", type=int, default=8000)
     demo.add_argument("--proxy", choices=["auto", "python", "haproxy"], default="auto")
@@ -174,7 +176,7 @@ def _demo(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     listen = Listen(port=options.port, proxy=options.proxy)
     try:
-        with demo_server(options.num_replicas, listen):
+        with demo_server(options.device, options.num_replicas, listen):
             if options.once:
                 send_once(listen.url)
             else:

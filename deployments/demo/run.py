@@ -18,6 +18,7 @@ from deployments.demo.base_model import prepare_base_model
 from deployments.demo.prompts import ADAPTERS_DIR, SHOWCASES, Showcase
 from deployments.demo.s3 import EmbeddedS3
 from deployments.launch import Listen, Server
+from engine.config import Device
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -28,7 +29,7 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 @contextmanager
-def demo_server(num_replicas: int, listen: Listen) -> Iterator[None]:
+def demo_server(device: Device, num_replicas: int, listen: Listen) -> Iterator[None]:
     """Raises Unavailable if the base model cannot be had, StartFailed for anything else."""
     listen.check_free()
     started = time.monotonic()
@@ -42,6 +43,7 @@ def demo_server(num_replicas: int, listen: Listen) -> Iterator[None]:
         args = AppArgs(
             model=str(model),
             adapter_source=uri,
+            device=device,
             num_replicas=num_replicas,
             engine={"pool_bytes": POOL_BYTES},
             graceful_shutdown_timeout_s=5.0,

@@ -57,14 +57,16 @@ def test_flags_become_arguments(started: Started, tmp_path: Path) -> None:
     argv = [
         "serve", "--model", "org/m", "--adapter-source", "s3://b/p", "--num-replicas", "2",
         "--lora-modules", "a=s3://b/a", "b=s3://b/b", "--max-num-seqs", "4", "--pool-bytes", "1048576",
-        "--no-prefix-cache", "--allow-runtime-lora-updating", "--host", "0.0.0.0", "--port", "9000",
-        "--served-model-name", "m", "mm",
+        "--gpu-memory-fraction", "0.5", "--no-prefix-cache", "--allow-runtime-lora-updating",
+        "--host", "0.0.0.0", "--port", "9000", "--served-model-name", "m", "mm",
     ]  # fmt: skip
     assert cli.main(argv) == 0
     ((args, listen),) = started
     assert args.lora_modules == {"a": "s3://b/a", "b": "s3://b/b"}
     assert args.adapter_source == "s3://b/p"
-    assert args.engine == {"max_num_seqs": 4, "pool_bytes": 1048576, "prefix_cache": False}
+    assert args.engine == {
+        "max_num_seqs": 4, "pool_bytes": 1048576, "gpu_memory_fraction": 0.5, "prefix_cache": False,
+    }  # fmt: skip
     assert (args.num_replicas, args.allow_runtime_lora_updating) == (2, True)
     assert args.model_names() == ("m", "mm")
     assert (listen.host, listen.port) == ("0.0.0.0", 9000)
