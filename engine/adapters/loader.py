@@ -18,11 +18,13 @@ from typing import NamedTuple
 
 import torch
 
+from engine.adapters.disk_cache import DiskCache
+from engine.adapters.disk_writer import DiskWriter
 from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.loading import load_image
 from engine.adapters.manager import STALL_FACTOR
 from engine.config import EngineConfig
-from engine.errors import AdapterRefused, LorafleetError, Unavailable
+from engine.errors import AdapterRefused, InvalidRequest, LorafleetError, Unavailable
 from engine.request import AdapterRef
 from engine.shape import ModelShape
 
@@ -86,6 +88,7 @@ class AdapterLoader:
             pin_memory=config.device == "cuda",
         )
         self._config = config
+        self._disk = _open_disk(config)
         self._on_done = on_done
         self._clock = clock
         self._lock = threading.Lock()  # over everything below
@@ -134,6 +137,8 @@ class AdapterLoader:
         for thread in threads:
             if thread is not None and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+        if self._disk is not None:
+            self._disk.close()
 
     def _start_loads(self) -> None:
         now = self._clock()
@@ -172,7 +177,7 @@ class AdapterLoader:
             load.progressed = self._clock()
 
         try:
-            image = load_image(load.key.uri, self._form, check)
+            image = load_image(load.key.uri, self._form, check, load.key.version, self._disk)
         except LorafleetError as error:
             return None, error
         except Exception:
@@ -206,6 +211,18 @@ class AdapterLoader:
                 self._on_done(result)
             except Exception:
                 logger.exception("the result of loading adapter %r was not taken", result.ref.name)
+
+
+def _open_disk(config: EngineConfig) -> DiskWriter | None:
+    if config.disk_cache_dir is None:
+        return None
+    try:
+        cache = DiskCache(config.disk_cache_dir, config.disk_cache_bytes)
+    except OSError as error:
+        raise InvalidRequest(
+            f"disk_cache_dir cannot be used: {error.strerror}", param="disk_cache_dir"
+        ) from error
+    return DiskWriter(cache, config.max_parallel_loads)
 
 
 def _start_thread(target: Callable[..., None], *args: object) -> threading.Thread:

@@ -36,6 +36,7 @@ class FileReader:
         self._check = check
         self._digests = digests or {}
         self._read: dict[str, bytes | memoryview] = {}
+        self.sha256: dict[str, str] = {}  # of whole files that were read
 
     @property
     def contents(self) -> Mapping[str, bytes | memoryview]:
@@ -85,6 +86,7 @@ class FileReader:
 
     def verify(self, name: str, digest: str) -> None:
         """Raises SourceChanged if a whole file does not have the SHA-256 that it must have."""
+        self.sha256[name] = digest
         if digest != self._expected.get(name, digest):
             message = f"{name} does not have the SHA-256 that is stated for it"
             raise SourceChanged(AdapterRefused(message, param=name))

@@ -47,7 +47,9 @@ class Reads:
     def block(self, name: str) -> None:
         self.gates[name] = threading.Event()
 
-    def load_image(self, uri: str, form: ImageFormat, check: Callable[[], None]) -> AdapterImage:
+    def load_image(
+        self, uri: str, form: ImageFormat, check: Callable[[], None], version: str, disk: None
+    ) -> AdapterImage:
         self.counts[uri] = self.counts.get(uri, 0) + 1
         self.started.put(uri)
         if uri in self.gates:
