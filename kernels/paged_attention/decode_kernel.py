@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.paged_attention.block_kernel import accumulate, block_offsets
 from kernels.paged_attention.plan_kernel import UNIT_FIELDS
 
 
@@ -60,28 +61,11 @@ def decode_kernel(
     inside = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     at = (row * NUM_HEADS + kv_head * GROUP + head)[:, None] * HEAD_DIM + dim[None, :]
     q = tl.load(q_ptr + at, mask=inside, other=0.0)
-    best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
     pages = page_table_ptr + seq.to(tl.int64) * stride_seq
-    head_offset = kv_head.to(tl.int64) * stride_head
-    for first in range(start, end, BLOCK_KEYS):
-        key = first + tl.arange(0, BLOCK_KEYS)
-        is_key = key < end
-        page = tl.load(pages + key // PAGE_TOKENS, mask=is_key, other=0).to(tl.int64)
-        offset = page * stride_page + (key % PAGE_TOKENS) * stride_token + head_offset
-        offset = offset[:, None] + dim[None, :]
-        read = is_key[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(k_ptr + offset, mask=read, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1) * scale)
-        probs = tl.exp2(scores * scale - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        v = tl.load(v_ptr + offset, mask=read, other=0.0)
-        acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        weight = weight * shrink + tl.sum(probs, axis=1)
-        best = new_best
+    best, weight, acc = _attend(
+        q, k_ptr, v_ptr, pages, start, end, scale, kv_head.to(tl.int64) * stride_head,
+        stride_page, stride_token, HEAD_DIM, PAGE_TOKENS, BLOCK_KEYS,
+    )  # fmt: skip
 
     if num_splits == 1:
         # no context, no weight: zeros
@@ -97,20 +81,49 @@ def decode_kernel(
         arrival = arrivals_ptr + seq * tl.num_programs(0) + kv_head
         if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
             tl.store(arrival, 0)
+            out_ptr += (row * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
+            first_stat = (unit - split).to(tl.int64) * NUM_HEADS + kv_head * GROUP
             _merge(
-                out_ptr + (row * NUM_HEADS + kv_head * GROUP) * HEAD_DIM,
-                partial_out_ptr,
-                partial_max_ptr,
-                partial_sum_ptr,
-                (unit - split).to(tl.int64) * NUM_HEADS + kv_head * GROUP,
-                num_splits,
-                NUM_HEADS,
-                GROUP,
-                HEAD_DIM,
-                BLOCK_GROUP,
-                BLOCK_DIM,
-                BLOCK_SPLITS,
-            )
+                out_ptr, partial_out_ptr, partial_max_ptr, partial_sum_ptr, first_stat, num_splits,
+                NUM_HEADS, GROUP, HEAD_DIM, BLOCK_GROUP, BLOCK_DIM, BLOCK_SPLITS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    q: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    pages: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    scale: tl.tensor,
+    head_offset: tl.tensor,
+    stride_page: tl.tensor,
+    stride_token: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """q [ROWS, D] over keys start .. end: maxima [ROWS], sums of exponentials [ROWS], products [ROWS, D]."""
+    BLOCK_ROWS: tl.constexpr = q.shape[0]
+    BLOCK_DIM: tl.constexpr = q.shape[1]
+    best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
+    for first in range(start, end, BLOCK_KEYS):
+        key = first + tl.arange(0, BLOCK_KEYS)
+        is_key = key < end
+        offset = block_offsets(
+            pages, key, is_key, head_offset, stride_page, stride_token, PAGE_TOKENS, BLOCK_DIM
+        )
+        read = is_key[:, None] & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + offset, mask=read, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        v = tl.load(v_ptr + offset, mask=read, other=0.0)
+        best, weight, acc = accumulate(scores, scale, v, best, weight, acc)
+    return best, weight, acc
 
 
 @triton.jit

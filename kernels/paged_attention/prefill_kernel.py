@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.paged_attention.block_kernel import accumulate, block_offsets
 from kernels.paged_attention.plan_kernel import TILE_FIELDS
 
 
@@ -50,9 +51,10 @@ def prefill_kernel(
     token = first_token + row // GROUP
     is_row = (row < tile_tokens * GROUP) & (token < query_len)
     inside = is_row[:, None] & (dim < HEAD_DIM)[None, :]
-    at = (start + token) * NUM_HEADS + kv_head * GROUP + row % GROUP
-    at = at[:, None] * HEAD_DIM + dim[None, :]
-    q = tl.load(q_ptr + at, mask=inside, other=0.0)
+    # 32 bits suffice inside a tile: registers are what the loops below lack
+    first_row = ((start + first_token) * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
+    at = (row // GROUP * NUM_HEADS + row % GROUP)[:, None] * HEAD_DIM + dim[None, :]
+    q = tl.load(q_ptr + first_row + at, mask=inside, other=0.0)
     best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], tl.float32)
@@ -65,39 +67,27 @@ def prefill_kernel(
     head_offset = kv_head.to(tl.int64) * stride_head
     for first in range(0, num_open, BLOCK_KEYS):
         key = first + tl.arange(0, BLOCK_KEYS)
-        page = tl.load(pages + key // PAGE_TOKENS).to(tl.int64)
-        offset = page * stride_page + (key % PAGE_TOKENS) * stride_token + head_offset
-        offset = offset[:, None] + dim[None, :]
+        offset = block_offsets(
+            pages, key, key >= 0, head_offset, stride_page, stride_token, PAGE_TOKENS, BLOCK_DIM
+        )
         read = tl.broadcast_to((dim < HEAD_DIM)[None, :], [BLOCK_KEYS, BLOCK_DIM])
         k = tl.load(k_ptr + offset, mask=read, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         v = tl.load(v_ptr + offset, mask=read, other=0.0)
-        best, weight, acc = _accumulate(scores, scale, v, best, weight, acc)
+        best, weight, acc = accumulate(scores, scale, v, best, weight, acc)
     for first in range(num_open, num_keys, BLOCK_KEYS):
         key = first + tl.arange(0, BLOCK_KEYS)
         is_key = key < num_keys
-        page = tl.load(pages + key // PAGE_TOKENS, mask=is_key, other=0).to(tl.int64)
-        offset = page * stride_page + (key % PAGE_TOKENS) * stride_token + head_offset
-        offset = offset[:, None] + dim[None, :]
+        offset = block_offsets(
+            pages, key, is_key, head_offset, stride_page, stride_token, PAGE_TOKENS, BLOCK_DIM
+        )
         read = is_key[:, None] & (dim < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + offset, mask=read, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         v = tl.load(v_ptr + offset, mask=read, other=0.0)
-        best, weight, acc = _accumulate(scores, scale, v, best, weight, acc)
+        best, weight, acc = accumulate(scores, scale, v, best, weight, acc)
 
     # every row, padding too, sees key 0: no weight is zero
     out = acc / weight[:, None]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _accumulate(
-    scores: tl.tensor, scale: tl.tensor, v: tl.tensor, best: tl.tensor, weight: tl.tensor, acc: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the online softmax. A row that has seen no key yet must see one now."""
-    new_best = tl.maximum(best, tl.max(scores, axis=1) * scale)
-    probs = tl.exp2(scores * scale - new_best[:, None])
-    shrink = tl.exp2(best - new_best)
-    acc = tl.dot(probs.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return new_best, weight * shrink + tl.sum(probs, axis=1), acc
+    tl.store(out_ptr + first_row + at, out.to(out_ptr.dtype.element_ty), mask=inside)
