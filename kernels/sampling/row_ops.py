@@ -41,6 +41,11 @@ def load_keys(
 
 
 @triton.jit
+def is_kept(keys: tl.tensor, tokens: tl.tensor, key: tl.tensor, last_token: tl.tensor) -> tl.tensor:
+    return (keys > key) | ((keys == key) & (tokens <= last_token))
+
+
+@triton.jit
 def sum_kept(
     keys: tl.tensor,
     weights: tl.tensor,
@@ -60,14 +65,14 @@ def sum_kept(
     Never falls as more is kept, rounding included: every sum is over the same places in the same order.
     """
     if IS_LIST:
-        kept = (keys > key) | ((keys == key) & (tokens <= last_token))
+        kept = is_kept(keys, tokens, key, last_token)
         total = tl.where(kept, weights if WEIGHTED else 1.0, 0.0)
     else:
         total = tl.zeros([BLOCK], tl.float32)
         for first in range(0, count, BLOCK):
             token = first + tl.arange(0, BLOCK)
             row_keys, row_weights = load_keys(row_ptr, token, count, best, rate)
-            in_row = (row_keys > key) | ((row_keys == key) & (token <= last_token))
+            in_row = is_kept(row_keys, token, key, last_token)
             total += tl.where(in_row, row_weights if WEIGHTED else 1.0, 0.0)
     return tl.sum(total, axis=0)
 
@@ -162,7 +167,7 @@ def draw_from_row(
     before = tl.max(tl.where(tl.arange(0, NUM_BLOCKS) < block, ends, 0.0), axis=0)
     token = block * BLOCK + tl.arange(0, BLOCK)
     keys, weights = load_keys(row_ptr, token, count, best, rate)
-    kept = (keys > key) | ((keys == key) & (token <= last_token))
+    kept = is_kept(keys, token, key, last_token)
     return first_beyond(tl.where(kept, weights, 0.0).to(tl.float64), token, before, target, BLOCK)
 
 
@@ -182,7 +187,7 @@ def block_masses(
     for first in range(0, count, BLOCK):
         token = first + tl.arange(0, BLOCK)
         keys, weights = load_keys(row_ptr, token, count, best, rate)
-        kept = (keys > key) | ((keys == key) & (token <= last_token))
+        kept = is_kept(keys, token, key, last_token)
         mass = tl.sum(tl.where(kept, weights, 0.0).to(tl.float64), axis=0)
         masses = tl.where(tl.arange(0, NUM_BLOCKS) == first // BLOCK, mass, masses)
     return masses

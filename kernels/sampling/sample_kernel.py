@@ -12,6 +12,7 @@ from kernels.sampling.row_ops import (
     block_masses,
     draw_from_row,
     first_beyond,
+    is_kept,
     load_keys,
     ordered_key,
     sum_kept,
@@ -69,58 +70,54 @@ def sample_kernel(
             cut = tl.max(tl.load(cut_ptr + stat, mask=chunk < num_chunks, other=float("-inf")), axis=0)
             mass = tl.sum(masses, axis=0).to(tl.float32)
             first = row * num_chunks * LIST
-            token, is_exact = _draw_from_list(
-                list_values_ptr + first,
-                list_tokens_ptr + first,
-                num_chunks * LIST,
-                best,
-                rate,
-                key,
-                ordered_key(cut),
-                mass,
-                top_k,
-                top_p,
-                uniform,
-                NUM_CHUNKS * LIST,
-            )
-            if is_exact == 0:
-                # the chunk's index stands in for the list, which is not looked at
-                key, last_token, _ = _filter(
-                    chunk,
-                    chunk,
-                    chunk,
-                    row_ptr,
-                    vocab_size,
-                    best,
-                    rate,
-                    key,
-                    key,
-                    mass,
-                    top_k,
-                    top_p,
-                    False,
-                    ROW_BLOCK,
-                )
-                row_masses = block_masses(
-                    row_ptr, vocab_size, best, rate, key, last_token, ROW_BLOCK, NUM_ROW_BLOCKS
-                )
-                token = draw_from_row(
-                    row_ptr,
-                    vocab_size,
-                    best,
-                    rate,
-                    key,
-                    last_token,
-                    row_masses,
-                    uniform,
-                    ROW_BLOCK,
-                    NUM_ROW_BLOCKS,
-                )
+            token = _draw_filtered(
+                list_values_ptr + first, list_tokens_ptr + first, num_chunks * LIST, row_ptr, vocab_size,
+                best, rate, key, ordered_key(cut), mass, top_k, top_p, uniform,
+                NUM_CHUNKS * LIST, ROW_BLOCK, NUM_ROW_BLOCKS,
+            )  # fmt: skip
         else:
             token = draw_from_row(
                 row_ptr, vocab_size, best, rate, key, ANY_TOKEN, masses, uniform, CHUNK, NUM_CHUNKS
             )
     tl.store(out_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def _draw_filtered(
+    list_values_ptr: tl.tensor,
+    list_tokens_ptr: tl.tensor,
+    list_size: tl.tensor,
+    row_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    best: tl.tensor,
+    rate: tl.tensor,
+    lowest: tl.tensor,
+    cut: tl.tensor,
+    row_mass: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    uniform: tl.tensor,
+    LIST_BLOCK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    NUM_ROW_BLOCKS: tl.constexpr,
+) -> tl.tensor:
+    """A token from the list, if the filters end above its cut, else from the whole row."""
+    token, is_exact = _draw_from_list(
+        list_values_ptr, list_tokens_ptr, list_size, best, rate, lowest, cut, row_mass, top_k, top_p, uniform,
+        LIST_BLOCK,
+    )  # fmt: skip
+    if is_exact == 0:
+        # stands in for the list, which is not looked at
+        none = tl.arange(0, LIST_BLOCK)
+        key, last_token, _ = _filter(
+            none, none, none, row_ptr, vocab_size, best, rate, lowest, lowest, row_mass, top_k, top_p, False,
+            ROW_BLOCK,
+        )  # fmt: skip
+        masses = block_masses(row_ptr, vocab_size, best, rate, key, last_token, ROW_BLOCK, NUM_ROW_BLOCKS)
+        token = draw_from_row(
+            row_ptr, vocab_size, best, rate, key, last_token, masses, uniform, ROW_BLOCK, NUM_ROW_BLOCKS
+        )
+    return token
 
 
 @triton.jit
@@ -158,8 +155,7 @@ def _draw_from_list(
         True,
         BLOCK,
     )
-    kept = (keys > key) | ((keys == key) & (tokens <= last_token))
-    wide = tl.where(kept, weights, 0.0).to(tl.float64)
+    wide = tl.where(is_kept(keys, tokens, key, last_token), weights, 0.0).to(tl.float64)
     nothing = tl.zeros_like(uniform)
     return first_beyond(wide, tokens, nothing, uniform * tl.sum(wide, axis=0), BLOCK), is_exact
 

@@ -159,28 +159,9 @@ def expand_kernel(
             end = tl.where(tile > 0, width, 0)
         h_ptrs = planes_ptr + (plane * max_tokens + row + t) * COLUMNS
         h_ptrs += (slice_ * PLANE_RANK + r)[None, :, None]
-        acc0 = tl.zeros([BLOCK_N], tl.float32)
-        acc1 = acc0
-        acc2 = acc0
-        acc3 = acc0
-        for i in range(count):
-            offset, rank_rows = unpack(tile, ALIGN)
-            tile = tl.load(tile_ptr + tl.minimum(i + 1, RANK_BLOCKS - 1))
-            b_mask = (r < rank_rows)[:, None] & (n < end)[None, :]
-            b = tl.load(pool_ptr + offset + r[:, None] * width + n[None, :], mask=b_mask, other=0.0)
-            h_mask = (plane < SPLITS) & (r < rank_rows)[None, :, None] & (t < rows)
-            h = tl.sum(tl.load(h_ptrs + i * RANKS, mask=h_mask, other=0.0), 0)
-            even, odd = tl.split(tl.reshape(h, (RANKS, 2, 2)))
-            h0, h2 = tl.split(even)
-            h1, h3 = tl.split(odd)
-            if rows == 1:
-                acc0 += tl.sum(b.to(tl.float32) * h0[:, None], 0)
-            else:
-                wide = b.to(tl.float32)
-                acc0 += tl.sum(wide * h0[:, None], 0)
-                acc1 += tl.sum(wide * h1[:, None], 0)
-                acc2 += tl.sum(wide * h2[:, None], 0)
-                acc3 += tl.sum(wide * h3[:, None], 0)
+        acc0, acc1, acc2, acc3 = _expand_rows(
+            tile, tile_ptr, count, rows, h_ptrs, pool_ptr, n, end, width, SPLITS, RANK_BLOCKS, ALIGN
+        )
         out_ptrs = out_ptr + row * (N0 + N1 + N2) + first + n
         _put(out_ptrs, acc0 * scale, n < end, ADD)
         if rows > 1:
@@ -193,6 +174,50 @@ def expand_kernel(
         row, rows, slot, count, tile, tile_ptr, slice_, nth = (
             next_row, next_rows, next_slot, next_count, next_tile, next_tile_ptr, next_slice, next_nth
         )  # fmt: skip
+
+
+@triton.jit
+def _expand_rows(
+    tile: tl.tensor,
+    tile_ptr: tl.tensor,
+    count: tl.tensor,
+    rows: tl.tensor,
+    h_ptrs: tl.tensor,
+    pool_ptr: tl.tensor,
+    n: tl.tensor,
+    end: tl.tensor,
+    width: tl.tensor,
+    SPLITS: tl.constexpr,
+    RANK_BLOCKS: tl.constexpr,
+    ALIGN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """h @ B at the columns n, for four rows; h_ptrs [planes, ranks, rows] are of the first rank block."""
+    r = tl.arange(0, RANKS)
+    t = tl.arange(0, h_ptrs.shape[2])[None, None, :]
+    plane = tl.arange(0, h_ptrs.shape[0])[:, None, None]
+    acc0 = tl.zeros(n.shape, tl.float32)
+    acc1 = acc0
+    acc2 = acc0
+    acc3 = acc0
+    for i in range(count):
+        offset, rank_rows = unpack(tile, ALIGN)
+        tile = tl.load(tile_ptr + tl.minimum(i + 1, RANK_BLOCKS - 1))
+        b_mask = (r < rank_rows)[:, None] & (n < end)[None, :]
+        b = tl.load(pool_ptr + offset + r[:, None] * width + n[None, :], mask=b_mask, other=0.0)
+        h_mask = (plane < SPLITS) & (r < rank_rows)[None, :, None] & (t < rows)
+        h = tl.sum(tl.load(h_ptrs + i * RANKS, mask=h_mask, other=0.0), 0)
+        even, odd = tl.split(tl.reshape(h, (RANKS, 2, 2)))
+        h0, h2 = tl.split(even)
+        h1, h3 = tl.split(odd)
+        if rows == 1:
+            acc0 += tl.sum(b.to(tl.float32) * h0[:, None], 0)
+        else:
+            wide = b.to(tl.float32)
+            acc0 += tl.sum(wide * h0[:, None], 0)
+            acc1 += tl.sum(wide * h1[:, None], 0)
+            acc2 += tl.sum(wide * h2[:, None], 0)
+            acc3 += tl.sum(wide * h3[:, None], 0)
+    return acc0, acc1, acc2, acc3
 
 
 @triton.jit
