@@ -8,6 +8,9 @@ from typing import NamedTuple
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Index in this tuple = projection index in every table of tile offsets, ranks and scales."""
 
+BLOCKS = ("self_attn",) * 4 + ("mlp",) * 3
+"""In which part of a layer each of them is."""
+
 NUM_PROJECTIONS = len(PROJECTIONS)
 RANK_BLOCK = 16
 """An adapter's rank is cut into blocks of at most this many rows: one tile, one compile-time kernel shape."""

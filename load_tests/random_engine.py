@@ -23,6 +23,7 @@ from engine.request import AdapterRef, GenerateRequest
 from engine.runner.cuda import CudaRunner
 from engine.sampling_params import SamplingParams
 from engine.shape import NUM_PROJECTIONS, ModelShape
+from engine.sharding import WHOLE, shard_shape
 
 SHAPE = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
 SPEC = ModelSpec("random", SHAPE, 1e-5, RopeSpec(500_000.0), False, 8192, (), None)
@@ -120,7 +121,7 @@ def random_image(rank: int) -> AdapterImage:
 
 
 def random_weights() -> LlamaWeights:
-    weights = allocate_weights(SHAPE, False, torch.bfloat16, "cuda")
+    weights = allocate_weights(shard_shape(SHAPE, WHOLE), False, torch.bfloat16, "cuda")
     for tensor in (weights.embed, weights.lm_head):
         tensor.normal_(0.0, 0.02)
     for layer in weights.layers:

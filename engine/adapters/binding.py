@@ -14,14 +14,13 @@ from engine.adapters.files import WEIGHTS_FILE
 from engine.adapters.peft_config import PeftConfig
 from engine.adapters.safetensors_header import TensorEntry
 from engine.errors import AdapterRefused
-from engine.shape import PROJECTIONS, ModelShape
+from engine.shape import BLOCKS, PROJECTIONS, ModelShape
 
 DTYPES = ("F32", "F16", "BF16")
 
 _PREFIX = "base_model.model."  # PEFT's; tools that save a bare state dict omit it
 # where the decoder's layers hang: in a causal LM, in a bare model, and in two generations of wrapper models
 _DECODERS = ("model.", "", "model.language_model.", "language_model.model.")
-_BLOCKS = ("self_attn",) * 4 + ("mlp",) * 3  # of each projection
 
 _TENSOR = re.compile(
     rf"(?:{re.escape(_PREFIX)})?(?:{'|'.join(map(re.escape, _DECODERS))})"
@@ -57,7 +56,7 @@ class BoundModule:
 
 
 def module_name(layer: int, projection: int) -> str:
-    return f"model.layers.{layer}.{_BLOCKS[projection]}.{PROJECTIONS[projection]}"
+    return f"model.layers.{layer}.{BLOCKS[projection]}.{PROJECTIONS[projection]}"
 
 
 def bind(
@@ -104,7 +103,7 @@ def check_target_modules(config: PeftConfig, modules: Iterable[BoundModule]) -> 
 
 def _match(name: str) -> re.Match[str] | None:
     match = _TENSOR.fullmatch(name)
-    if match is None or _BLOCKS[PROJECTIONS.index(match["projection"])] != match["block"]:
+    if match is None or BLOCKS[PROJECTIONS.index(match["projection"])] != match["block"]:
         return None
     return match
 

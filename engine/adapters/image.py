@@ -21,12 +21,14 @@ from engine.adapters.layout import (
     Tile,
     make_layout,
     num_elements,
+    pages_needed,
     too_many_bytes,
     too_many_pages,
 )
 from engine.adapters.safetensors_header import TensorEntry
 from engine.errors import AdapterRefused
 from engine.shape import NUM_PROJECTIONS, RANK_BLOCK, ModelShape
+from engine.sharding import WHOLE, Part, Shard, ShardedShape, shard_shape
 
 Bits = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 """A tensor's elements as integers of their size."""
@@ -71,12 +73,13 @@ class ImageFormat:
     """What images are made for."""
 
     shape: ModelShape
-    page_elems: int
+    page_elems: int  # on this rank
     dtype: torch.dtype
     max_rank: int
     max_pool_pages: int | None = None  # that one adapter can have
     max_host_bytes: int | None = None
     pin_memory: bool = False
+    shard: Shard = WHOLE  # what of an adapter this image holds
 
     def check_size(self, modules: Sequence[BoundModule]) -> None:
         """Raises AdapterRefused if their image would be too large. Called before their bytes are read."""
@@ -116,7 +119,7 @@ def fill_pages(checkpoint: AdapterCheckpoint, plan: ImagePlan, pages: torch.Tens
         checkpoint.modules, key=lambda m: max(m.lora_a.stop, m.lora_b.stop)
     ):  # as they arrive
         for side, entry in enumerate((module.lora_a, module.lora_b)):
-            tensor = checkpoint.tensor(entry)
+            tensor = _part(checkpoint.tensor(entry), plan.sharded.parts[module.projection], side)
             source = _bits(tensor.to(pages.dtype))
             if not _are_finite(source, pages.dtype):
                 raise _not_finite(entry, tensor, pages.dtype)
@@ -124,6 +127,14 @@ def fill_pages(checkpoint: AdapterCheckpoint, plan: ImagePlan, pages: torch.Tens
                 plan.tiles[module.layer, module.projection, side], _blocks(source, side), strict=True
             ):
                 np.copyto(elements[tile.offset : tile.offset + rows.size].reshape(rows.shape), rows)
+
+
+def _part(tensor: torch.Tensor, part: Part, side: int) -> torch.Tensor:
+    """What this rank holds of A [rank, in] or of B [out, rank]."""
+    if part.by_output != (side == 1):
+        return tensor
+    rows = slice(part.start, part.end)
+    return tensor[rows] if side == 1 else tensor[:, rows]
 
 
 def _blocks(source: Bits, side: int) -> Iterator[Bits]:
@@ -153,6 +164,7 @@ def _bits(tensor: torch.Tensor) -> Bits:
 class ImagePlan:
     """What depends on ranks only; most adapters of a fleet share theirs."""
 
+    sharded: ShardedShape
     tiles: Mapping[tuple[int, int, int], Sequence[Tile]]  # (layer, projection, side) -> by block
     free: tuple[int, ...]  # as in ImageLayout
     num_elements: int
@@ -161,20 +173,30 @@ class ImagePlan:
 
 
 def plan_image(form: ImageFormat, modules: Sequence[BoundModule]) -> ImagePlan:
-    return _make_plan(form.shape, form.page_elems, tuple((m.layer, m.projection, m.rank) for m in modules))
+    ranks = tuple((m.layer, m.projection, m.rank) for m in modules)
+    return _make_plan(form.shape, form.shard, form.page_elems, ranks)
 
 
 @functools.lru_cache(maxsize=32)
-def _make_plan(shape: ModelShape, page_elems: int, modules: tuple[tuple[int, int, int], ...]) -> ImagePlan:
+def _make_plan(
+    full: ModelShape, shard: Shard, page_elems: int, modules: tuple[tuple[int, int, int], ...]
+) -> ImagePlan:
     """`modules`: (layer, projection, rank) of each."""
     ranks = {(layer, projection): rank for layer, projection, rank in modules}
+    sharded = shard_shape(full, shard)
+    shape = sharded.local
     layout = make_layout(shape, ranks, page_elems)
+    # the scheduler counts the same pages for all ranks
+    page_tokens = page_elems // shape.page_elems(1)
+    others = {shard_shape(full, Shard(r, shard.world)).local for r in range(shard.world)} - {shape}
+    num_pages = max(layout.num_pages, *(pages_needed(o, ranks, o.page_elems(page_tokens)) for o in others), 0)
     tiles: dict[tuple[int, int, int], list[Tile]] = {}
     for tile in sorted(layout.tiles):
         tiles.setdefault((tile.layer, tile.projection, tile.side), []).append(tile)
     return ImagePlan(
+        sharded,
         tiles,
-        layout.free,
+        layout.free + (page_elems,) * (num_pages - layout.num_pages),
         num_elements(shape, ranks),
         _tile_offsets(layout, shape.num_layers),
         _module_table(shape, torch.int32, ranks),

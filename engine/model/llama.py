@@ -18,6 +18,7 @@ from engine.model.rope import rotary_table
 from engine.model.spec import ModelSpec
 from engine.runner.batch import ForwardBatch
 from engine.shape import PROJECTIONS, ModelShape
+from engine.tensor_parallel.comm import ALONE, Comm
 from kernels.linear import linear
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.rms_norm import rms_norm
@@ -29,11 +30,18 @@ from kernels.silu_mul import silu_mul
 class LlamaModel:
     """Raises nothing of its own: the caller has checked token ids, positions and pages."""
 
-    def __init__(self, spec: ModelSpec, weights: LlamaWeights, max_model_len: int | None = None) -> None:
-        """`max_model_len` bounds the positions; None: what the model allows."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: LlamaWeights,
+        max_model_len: int | None = None,
+        comm: Comm = ALONE,
+    ) -> None:
+        """`spec.shape` and `weights`: what this rank holds. `max_model_len` bounds the positions."""
         self.spec = spec
         self.shape = spec.shape
         self.weights = weights
+        self._comm = comm
         num_positions = max_model_len or spec.max_position_embeddings
         cos_PD, sin_PD = rotary_table(spec.rope, spec.shape.head_dim, num_positions)
         self._cos_PD = cos_PD.to(weights.embed.device)
@@ -61,12 +69,12 @@ class LlamaModel:
             qkv_TX = lora.linear(h_TE, layer.qkv, i, self._qkv)
             q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, batch.kv_slots)
             o_THD = paged_attention(q_THD, kv_pages, i, plan)
-            x_TE = x_TE + lora.linear(o_THD.flatten(1), layer.o, i, self._o)
+            x_TE = x_TE + self._comm.all_reduce(lora.linear(o_THD.flatten(1), layer.o, i, self._o))
             h_TE = rms_norm(x_TE, layer.post_norm, self.spec.rms_norm_eps)
             act_TI = silu_mul(lora.linear(h_TE, layer.gate_up, i, self._gate_up))
-            x_TE = x_TE + lora.linear(act_TI, layer.down, i, self._down)
+            x_TE = x_TE + self._comm.all_reduce(lora.linear(act_TI, layer.down, i, self._down))
         x_NE = rms_norm(x_TE[batch.logits_indices], self.weights.final_norm, self.spec.rms_norm_eps)
-        return linear(x_NE, self.weights.lm_head).float()
+        return self._comm.gather_columns(linear(x_NE, self.weights.lm_head)).float()
 
     def kv_pages(self, pool: torch.Tensor) -> torch.Tensor:
         """The pool as [num_pages, num_layers, 2, page_tokens, KH, D]."""

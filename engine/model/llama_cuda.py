@@ -18,6 +18,8 @@ from engine.model.loading import LlamaWeights
 from engine.model.rope import rotary_table
 from engine.model.spec import ModelSpec
 from engine.shape import PROJECTIONS, ModelShape
+from engine.tensor_parallel.comm import ALONE, Comm
+from kernels.add_delta.triton import add_delta
 from kernels.embedding.triton import embed
 from kernels.paged_attention.triton import AttentionPlan, paged_attention
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
@@ -65,7 +67,10 @@ class AfterBase:
 
 
 class CudaLlama:
-    def __init__(self, spec: ModelSpec, weights: LlamaWeights, max_model_len: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: LlamaWeights, max_model_len: int, comm: Comm = ALONE
+    ) -> None:
+        self._comm = comm
         self.spec = spec
         self.weights = weights
         device = weights.embed.device
@@ -101,19 +106,29 @@ class CudaLlama:
             rows = slots if delta is not None else None
             q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows)
             o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention)
-            y_TE, delta = branch.linear(o_THD.flatten(1), layer.o, self.o, i)
+            y_TE, delta = self._sum(branch.linear(o_THD.flatten(1), layer.o, self.o, i), slots)
+            rows = slots if delta is not None else None
             h_TE = add_rms_norm(residual_TE, y_TE, layer.post_norm, eps, delta, rows)
             gate_up, delta = branch.linear(h_TE, layer.gate_up, self.gate_up, i)
-            act_TI = silu_mul(gate_up, delta, rows)
-            y_TE, delta = branch.linear(act_TI, layer.down, self.down, i)
+            act_TI = silu_mul(gate_up, delta, slots if delta is not None else None)
+            y_TE, delta = self._sum(branch.linear(act_TI, layer.down, self.down, i), slots)
             is_last = i + 1 == len(layers)
             norm = self.weights.final_norm if is_last else layers[i + 1].input_norm
             h_TE = add_rms_norm(residual_TE, y_TE, norm, eps, delta, rows)
         return h_TE
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """`out` [rows, vocabulary], in the model's dtype."""
-        return torch.mm(hidden, self.weights.lm_head.T, out=out)
+        """[rows, vocabulary], in the model's dtype; `out` [rows, this rank's part] is used."""
+        return self._comm.gather_columns(torch.mm(hidden, self.weights.lm_head.T, out=out))
+
+    def _sum(self, partial: Linear, slots: torch.Tensor) -> Linear:
+        """Over the ranks, and what adapters add with it."""
+        if self._comm is ALONE:
+            return partial
+        y, delta = partial
+        if delta is not None:
+            add_delta(y, delta, slots)
+        return self._comm.all_reduce(y), None
 
 
 def fused_modules(shape: ModelShape) -> tuple[FusedModule, FusedModule, FusedModule, FusedModule]:

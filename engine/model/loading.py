@@ -1,23 +1,25 @@
 """Reads a checkpoint's safetensors into fused weights: q, k, v stacked by rows, gate and up likewise.
 
-One tensor is in flight at a time. Every expected tensor must be present and every present one used.
+One tensor is in flight at a time, and of it only what this rank holds is read. Every expected tensor must be
+present and every present one used.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from engine.errors import InvalidRequest
 from engine.model.spec import ModelSpec
-from engine.shape import ModelShape
+from engine.shape import BLOCKS, PROJECTIONS
+from engine.sharding import WHOLE, Shard, ShardedShape, shard_shape
 from kernels.linear import pack_weight
 
 
@@ -38,7 +40,7 @@ class LlamaWeights:
     embed: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor  # [hidden]
-    lm_head: torch.Tensor  # [vocab, hidden], packed
+    lm_head: torch.Tensor  # [this rank's part of vocab, hidden], packed
 
     @property
     def num_bytes(self) -> int:
@@ -50,23 +52,34 @@ class LlamaWeights:
         return num_elements * self.embed.element_size()
 
 
-def load_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu") -> LlamaWeights:
+@dataclass(frozen=True, slots=True)
+class _Destination:
+    """Where a checkpoint's tensor, or this rank's part of it, goes."""
+
+    tensor: torch.Tensor
+    part: tuple[slice, ...]
+    shape: tuple[int, ...]  # of the whole
+
+
+def load_weights(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu", shard: Shard = WHOLE
+) -> LlamaWeights:
     """Raises InvalidRequest, its `param` naming the tensor that is missing, unknown or of a wrong shape."""
-    weights = allocate_weights(spec.shape, spec.tie_word_embeddings, dtype, device)
-    missing = _destinations(spec, weights)
-    for name, read in _stored_tensors(Path(spec.path)):
+    sharded = shard_shape(spec.shape, shard)
+    weights = allocate_weights(sharded, spec.tie_word_embeddings, dtype, device)
+    missing = _destinations(spec, sharded, weights)
+    for name, stored in _stored_tensors(Path(spec.path)):
         if _ignored(name, spec):
             continue
         destination = missing.pop(name, None)
         if destination is None:
             raise InvalidRequest(f"checkpoint tensor {name} has no place in the model", param=name)
-        tensor = read()
-        if tensor.shape != destination.shape:
+        found = tuple(stored.get_shape())
+        if found != destination.shape:
             raise InvalidRequest(
-                f"checkpoint tensor {name} is {list(tensor.shape)}, expected {list(destination.shape)}",
-                param=name,
+                f"checkpoint tensor {name} is {list(found)}, expected {list(destination.shape)}", param=name
             )
-        destination.copy_(tensor)
+        destination.tensor.copy_(stored[destination.part])
     if missing:
         name = next(iter(missing))
         raise InvalidRequest(f"checkpoint lacks {len(missing)} tensors, first {name}", param=name)
@@ -80,9 +93,10 @@ def load_weights(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str
 
 
 def allocate_weights(
-    shape: ModelShape, tied: bool, dtype: torch.dtype, device: torch.device | str
+    sharded: ShardedShape, tied: bool, dtype: torch.dtype, device: torch.device | str
 ) -> LlamaWeights:
     """Uninitialised."""
+    shape = sharded.local
 
     def empty(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device=device)
@@ -100,7 +114,9 @@ def allocate_weights(
         for _ in range(shape.num_layers)
     )
     embed = empty(shape.vocab_size, hidden)
-    return LlamaWeights(embed, layers, empty(hidden), embed if tied else empty(shape.vocab_size, hidden))
+    vocab = sharded.vocab
+    lm_head = embed[vocab.start : vocab.stop] if tied else empty(len(vocab), hidden)
+    return LlamaWeights(embed, layers, empty(hidden), lm_head)
 
 
 def _pack(layer: LayerWeights) -> LayerWeights:
@@ -113,36 +129,46 @@ def _pack(layer: LayerWeights) -> LayerWeights:
     )
 
 
-def _destinations(spec: ModelSpec, weights: LlamaWeights) -> dict[str, torch.Tensor]:
-    """Checkpoint name -> the view that takes it."""
-    shape = spec.shape
-    names = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.final_norm}
+def _destinations(spec: ModelSpec, sharded: ShardedShape, weights: LlamaWeights) -> dict[str, _Destination]:
+    """By name in the checkpoint."""
+
+    def whole(tensor: torch.Tensor) -> _Destination:
+        return _Destination(tensor, (slice(None),), tuple(tensor.shape))
+
+    places = {
+        "model.embed_tokens.weight": whole(weights.embed),
+        "model.norm.weight": whole(weights.final_norm),
+    }
     if not spec.tie_word_embeddings:
-        names["lm_head.weight"] = weights.lm_head
+        vocab, full = sharded.vocab, (spec.shape.vocab_size, spec.shape.hidden_size)
+        places["lm_head.weight"] = _Destination(weights.lm_head, (slice(vocab.start, vocab.stop),), full)
+    local = sharded.local
     for i, layer in enumerate(weights.layers):
-        q, k, v = torch.split(layer.qkv, [shape.q_size, shape.kv_size, shape.kv_size])
-        gate, up = layer.gate_up.chunk(2)
-        parts = {
-            "input_layernorm": layer.input_norm,
-            "self_attn.q_proj": q,
-            "self_attn.k_proj": k,
-            "self_attn.v_proj": v,
-            "self_attn.o_proj": layer.o,
-            "post_attention_layernorm": layer.post_norm,
-            "mlp.gate_proj": gate,
-            "mlp.up_proj": up,
-            "mlp.down_proj": layer.down,
-        }
-        names |= {f"model.layers.{i}.{part}.weight": tensor for part, tensor in parts.items()}
-    return names
+        prefix = f"model.layers.{i}."
+        places[f"{prefix}input_layernorm.weight"] = whole(layer.input_norm)
+        places[f"{prefix}post_attention_layernorm.weight"] = whole(layer.post_norm)
+        q, k, v = torch.split(layer.qkv, [local.q_size, local.kv_size, local.kv_size])
+        tensors = (q, k, v, layer.o, *layer.gate_up.chunk(2), layer.down)
+        for projection, tensor in enumerate(tensors):
+            name = f"{prefix}{BLOCKS[projection]}.{PROJECTIONS[projection]}.weight"
+            places[name] = _projection(sharded, projection, tensor)
+    return places
 
 
-def _stored_tensors(directory: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Names, each with a function that reads it."""
+def _projection(sharded: ShardedShape, projection: int, tensor: torch.Tensor) -> _Destination:
+    part = sharded.parts[projection]
+    rows = slice(part.start, part.end)
+    in_features, out_features = sharded.full.widths(projection)
+    index = (rows,) if part.by_output else (slice(None), rows)
+    return _Destination(tensor, index, (out_features, in_features))
+
+
+def _stored_tensors(directory: Path) -> Iterator[tuple[str, Any]]:
+    """Names, each with safetensors' slice of it: what is indexed is read."""
     for file in _weight_files(directory):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  not a dict
-                yield name, partial(tensors.get_tensor, name)
+                yield name, tensors.get_slice(name)
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import SamplingState
 from engine.shape import NUM_PROJECTIONS
+from engine.tensor_parallel.comm import ALONE, Comm
 from kernels.sgmv import AdapterViews, absolute_offsets
 
 
@@ -33,11 +34,12 @@ class CpuRunner:
         page_tokens: int,
         max_model_len: int,
         poison: bool = False,
+        comm: Comm = ALONE,
     ) -> None:
         """`poison`: fill freed pages with NaN, so that a read of what is not there any more shows."""
         shape = spec.shape
         self._page_tokens = page_tokens
-        self._model = LlamaModel(spec, weights, max_model_len)
+        self._model = LlamaModel(spec, weights, max_model_len, comm)
         self._pool = torch.zeros(num_pages, shape.page_elems(page_tokens), dtype=weights.embed.dtype)
         self._adapters = AdapterViews(self._pool, [shape.widths(p) for p in range(NUM_PROJECTIONS)])
         self._sampler = Sampler(spec.eos_token_ids)

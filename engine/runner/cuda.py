@@ -31,6 +31,7 @@ from engine.runner.step_inputs import Batch, StepInputs
 from engine.runner.warm_up import mixed_steps
 from engine.sampling_params import SamplingParams
 from engine.shape import NUM_PROJECTIONS
+from engine.tensor_parallel.comm import ALONE, Comm
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable
 from kernels.sgmv.lists import ListCounts, lists_size, write_lists
@@ -70,10 +71,12 @@ class CudaRunner:
         num_pages: int,
         page_tokens: int,
         max_model_len: int,
+        comm: Comm = ALONE,
     ) -> None:
+        """`spec.shape` and `weights`: what this rank holds."""
         device = weights.embed.device
         shape = spec.shape
-        self._model = CudaLlama(spec, weights, max_model_len)
+        self._model = CudaLlama(spec, weights, max_model_len, comm)
         self._pool = torch.zeros(
             num_pages, shape.page_elems(page_tokens), dtype=weights.embed.dtype, device=device
         )
@@ -118,7 +121,7 @@ class CudaRunner:
         }
         self._prefill_sgmv = self._workspace(self._prefill_plan, self._eager_inputs)
         self._logits = torch.empty(
-            config.max_num_seqs, shape.vocab_size, dtype=weights.embed.dtype, device=device
+            config.max_num_seqs, len(weights.lm_head), dtype=weights.embed.dtype, device=device
         )
         self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._graphs: dict[_Kind, _Captured] = {}
