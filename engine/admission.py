@@ -50,8 +50,11 @@ class Admission:
         self._now = now
         self._slots_are_gone = False
 
-    def start(self, seq: Sequence) -> Lack | None:
-        """Give a request everything that its prompt needs, or change nothing and say what it lacks."""
+    def start(self, seq: Sequence, num_spare_pages: int = 0) -> Lack | None:
+        """Give a request everything that its prompt needs, or change nothing and say what it lacks.
+
+        `num_spare_pages`: must be left for those that run.
+        """
         memory = self._memory
         adapter = memory.residency.get(seq.digest) if seq.digest else None
         if adapter is not None and adapter.ready_at > self._starts_at:
@@ -67,7 +70,8 @@ class Admission:
         num_adapter_pages = seq.num_adapter_pages if cold else 0
         # what the request itself is going to use is not there to be evicted
         needed = Needed(self.protected | {seq.namespace}, self._queued)
-        if not memory.can_take(num_pages + num_adapter_pages, needed, keeping=nodes):
+        num_wanted = num_pages + num_adapter_pages + num_spare_pages
+        if not memory.can_take(num_wanted, needed, keeping=nodes):
             self.protected.add(seq.namespace)
             return Lack.PAGES
         if cold:

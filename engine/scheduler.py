@@ -15,7 +15,8 @@ plans so far compute counts as computed, what they sample is pending. A request 
 then found to have ended one step late; what that step computed for it is dropped.
 
 When a running request cannot grow, the youngest one gives up its pages and waits again (preemption by
-recompute); its sampled tokens are kept.
+recompute); its sampled tokens are kept. That is work lost, so a request is admitted only if some pages are left
+for the growth of those that run.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     prefix_cache: bool = True
+    spare_pages: int = 2  # to be left for each running request when one is admitted
     fair: bool = True  # new requests by what their adapter was given so far; False: by arrival
     max_overtakes: int = 32
     max_overtaken_s: float = 2.0
@@ -223,7 +225,7 @@ class Scheduler:
         for seq in self.waiting.candidates(set_aside):
             if budget <= 0 or len(self.running) == self.config.max_num_seqs:
                 break
-            lack = admission.start(seq)
+            lack = admission.start(seq, self.config.spare_pages * len(self.running))
             if lack is None:
                 self._run(seq)
                 chunks.append(self._chunk(seq, min(seq.num_uncomputed, budget)))

@@ -128,6 +128,7 @@ class Simulation:
         max_in_flight: int = 1,
         page_copy_s: float = 0.0,
         fair: bool = False,
+        spare_pages: int = 0,
     ) -> None:
         self.memory = memory or PoolMemory(num_pages, PAGE_TOKENS, num_slots)
         config = SchedulerConfig(
@@ -139,6 +140,7 @@ class Simulation:
             max_overtaken_s=max_overtaken_s,
             page_copy_s=page_copy_s,
             fair=fair,
+            spare_pages=spare_pages,
         )
         self.scheduler = Scheduler(config, self.memory)
         self.runner = SimulatedRunner(num_pages, num_slots)

@@ -205,6 +205,18 @@ def test_the_step_of_a_preemption_admits_nobody() -> None:
     assert plan.admitted == ()
 
 
+def test_pages_are_left_for_the_growth_of_those_that_run() -> None:
+    simulation = Simulation(num_pages=8, prefix_cache=False, spare_pages=2)
+    simulation.submit("alone", 29, max_tokens=3)  # 8 pages with its output: nobody else runs
+    assert simulation.step().admitted == ("alone",)
+    simulation.run_to_end()
+    for name in "abc":
+        simulation.submit(name, 6, max_tokens=6)
+    assert simulation.step().admitted == ("a", "b")  # 2 pages each, and 2 spare for each of those before
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
 # --- overtaking
 
 

@@ -32,6 +32,7 @@ class Soak:
             max_overtaken_s=rng.choice((3.0, 20.0, 1e9)),
             max_in_flight=rng.choice((1, 2)),
             fair=rng.random() < 0.7,
+            spare_pages=rng.choice((0, 2)),
             page_copy_s=rng.choice((0.0, 0.3)),
         )
         self.num_requests = num_requests
