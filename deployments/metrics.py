@@ -4,7 +4,10 @@
 counts as zero, and the names under "adapters" are names that the engine accepted, never raw client input:
 
     {"running": 3, "waiting": 1, "max_num_seqs": 32,
-     "preemptions": 0,
+     "model": "1f0c...", "preemptions": 0,                              # digest of the base model
+     "tokens": {"queued": 700, "running": 4096},                        # to be computed, with KV in the pool
+     "step_cost": [0.005, 2.4e-5, 3e-5, 1e-6],                          # see engine/step_cost.py; null: unknown
+     "lora_pages": 80,                                                  # of adapters that running requests use
      "pages": {"total": 512, "free": 300, "kv": 100, "prefix": 32, "adapters": 80},   # pages by owner
      "page_bytes": 2097152,
      "slots": {"total": 64, "used": 2},                                 # adapter slots

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore, Geometry, build_memory
 from engine.errors import InvalidRequest
 from engine.loop import Inbox
+from engine.model.digest import model_digest
 from engine.model.loading import LlamaWeights, load_weights
 from engine.model.spec import ModelSpec, load_model_spec
 from engine.page_plan import PagePlan, plan_pages
@@ -45,6 +47,7 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
         max_model_len=min(pages.max_model_len, num_pages * pages.tokens),
         vocab_size=spec.shape.vocab_size,
         eos_token_ids=spec.eos_token_ids,
+        model_digest=model_digest(Path(spec.path)),
     )
     core: EngineCore
     page_elems = spec.shape.page_elems(geometry.page_tokens)

@@ -33,6 +33,7 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from engine.stats import EngineStats
 from engine.step_clock import StepClock
+from engine.step_cost import StepCost, StepWork
 
 if TYPE_CHECKING:
     from engine.adapters.loader import LoadResult
@@ -73,6 +74,7 @@ class Geometry:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    model_digest: str = ""  # of the base model
 
 
 @dataclass(slots=True)
@@ -222,7 +224,7 @@ class EngineCore:
         self._runner.submit(plan, images)
         sampling = {c.request_id: self.scheduler[c.request_id] for c in plan.chunks if c.samples}
         self._in_flight.append(sampling)
-        self._step_clock.submitted(now)
+        self._step_clock.submitted(now, self._work(plan))
         self.stats.steps += bool(plan.chunks)
         self.is_stalled = not plan.chunks and len(self._in_flight) == 1
         if plan.loads or plan.evictions:
@@ -243,6 +245,10 @@ class EngineCore:
             if self.scheduler.get(token.request_id) is seq:
                 self._on_token(seq, token.token_id, token.logprob)
 
+    @property
+    def step_cost(self) -> StepCost | None:
+        return self._step_clock.costs.cost()
+
     def close(self) -> None:
         self.manager.close()
 
@@ -251,6 +257,13 @@ class EngineCore:
         self.manager.check_invariants()
         live = Counter(r.seq.digest for r in self.requests.values() if r.seq and r.seq.digest)
         assert live == +self._num_live, (live, self._num_live)
+
+    def _work(self, plan: StepPlan) -> StepWork | None:
+        if not plan.chunks or plan.loads:
+            return None  # a copy of weights may hold the step up
+        num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_rows = sum(len(chunk.token_ids) == 1 for chunk in plan.chunks)
+        return StepWork(num_tokens - num_rows, num_rows, self.memory.residency.num_leased_pages)
 
     def _check(self, request: GenerateRequest) -> None:
         assert request.request_id not in self.requests, request.request_id

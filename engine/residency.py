@@ -55,6 +55,11 @@ class AdapterResidency:
         return bool(self._free_slots)
 
     @property
+    def num_leased_pages(self) -> int:
+        """Of adapters that running requests use."""
+        return sum(len(a.page_ids) for a in self._resident.values() if a.num_leases)
+
+    @property
     def num_pinned_pages(self) -> int:
         """Of pinned adapters, also of those that are not resident yet."""
         return sum(self._pinned.values())

@@ -16,6 +16,9 @@ def snapshot(core: EngineCore) -> dict[str, Any]:
         "running": len(core.scheduler.running),
         "waiting": len(core.requests) - len(core.scheduler.running),
         "max_num_seqs": core.config.max_num_seqs,
+        "model": core.geometry.model_digest,
+        "tokens": _tokens(core),
+        "step_cost": core.step_cost,
         "preemptions": core.stats.preemptions,
         "steps": core.stats.steps,
         "pages": {
@@ -25,6 +28,7 @@ def snapshot(core: EngineCore) -> dict[str, Any]:
             "prefix": pool.num_used(PageKind.PREFIX),
             "adapters": pool.num_used(PageKind.ADAPTER),
         },
+        "lora_pages": core.memory.residency.num_leased_pages,
         "page_bytes": core.geometry.page_bytes,
         "slots": {"total": core.memory.residency.num_slots, "used": len(core.memory.residency)},
         "host_cache": {
@@ -38,6 +42,18 @@ def snapshot(core: EngineCore) -> dict[str, Any]:
         "load_seconds": core.stats.load_seconds.to_dict(),
         "adapters": _adapters(core),
     }
+
+
+def _tokens(core: EngineCore) -> dict[str, int]:
+    """Queued: of prompts, and of what was preempted, to be computed yet. Running: with KV in the pool."""
+    queued = running = 0
+    for record in core.requests.values():
+        if record.seq is None:
+            queued += len(record.request.prompt_token_ids)
+        else:
+            queued += record.seq.num_uncomputed
+            running += record.seq.num_computed
+    return {"queued": queued, "running": running}
 
 
 def _adapters(core: EngineCore) -> dict[str, Any]:
