@@ -1,0 +1,134 @@
+"""The base model's linears on a GPU in decode: few rows of x, so that reading W once is the work.
+
+Each program owns some columns of y and walks all of K: no split, no partial sums, one order of every sum. Its
+tiles of W come through the tensor memory accelerator, several on the way at once. cuBLAS does what does not
+fit: more rows, and weights so small that too few programs would share them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MIN_WEIGHT_ELEMS = 1 << 24
+NUM_PROGRAMS = 132
+"""Multiprocessors of an H200: fewer programs than these leave some without work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    rows: int  # of x, all in one tile
+    columns: int  # of y
+    block_k: int
+    weight_first: bool  # y^T = W x^T: the tensor cores' 64 rows are then W's, not x's and mostly padding
+    num_stages: int
+
+
+FEW_ROWS = Tile(16, 64, 256, weight_first=True, num_stages=4)
+FULL_ROWS = (
+    Tile(64, 32, 256, weight_first=False, num_stages=4),
+    Tile(64, 64, 128, weight_first=True, num_stages=5),
+    Tile(64, 128, 128, weight_first=False, num_stages=4),
+)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """x [T, in], weight [out, in], both contiguous -> [T, out], a new tensor, or `out`.
+
+    pdl: as of rotary_kv_write, where this is not left to cuBLAS. Not for a product beside a LoRA branch: it
+    would take the multiprocessors before the branch can start.
+    """
+    out = x.new_empty(len(x), len(weight)) if out is None else out
+    tile = tile_for(len(x), weight)
+    if tile is None:
+        return torch.mm(x, weight.T, out=out)
+    return small_linear(x, weight, tile, out, pdl)
+
+
+def tile_for(num_rows: int, weight: torch.Tensor) -> Tile | None:
+    """None: cuBLAS is as fast or faster (at 32 rows by a third), or this does not work."""
+    is_half = weight.dtype in (torch.bfloat16, torch.float16)
+    is_aligned = weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
+    if weight.numel() < MIN_WEIGHT_ELEMS or not is_half or not is_aligned:
+        return None
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (9, 0):
+        return None  # no tensor memory accelerator
+    if num_rows <= FEW_ROWS.rows:
+        return FEW_ROWS
+    if num_rows != FULL_ROWS[0].rows:
+        return None
+    # the narrowest whose programs run all at once
+    return next((t for t in FULL_ROWS if len(weight) <= NUM_PROGRAMS * t.columns), FULL_ROWS[-1])
+
+
+def small_linear(
+    x: torch.Tensor, weight: torch.Tensor, tile: Tile, out: torch.Tensor, pdl: bool = False
+) -> torch.Tensor:
+    """At most tile.rows rows of x; rows of both operands begin at multiples of 16 bytes."""
+    assert x.is_contiguous()
+    assert weight.is_contiguous()
+    assert out.is_contiguous()
+    assert len(x) <= tile.rows
+    num_columns, in_features = weight.shape
+    assert x.shape[1] == in_features
+    assert out.shape == (len(x), num_columns)
+    if len(x) == 0:
+        return out
+    _linear_kernel[(triton.cdiv(num_columns, tile.columns),)](
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k]),
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.block_k]),
+        out,
+        len(x),
+        num_columns,
+        K=in_features,
+        ROWS=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.block_k,
+        WEIGHT_FIRST=tile.weight_first,
+        STAGES=tile.num_stages,
+        PDL=pdl,
+        launch_pdl=pdl,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x_desc: tl.tensor_descriptor,
+    weight_desc: tl.tensor_descriptor,
+    out_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """What lies past the ends of x and W reads as zeros."""
+    first = tl.program_id(0) * BLOCK_N
+    if PDL:
+        # before the loop: loads behind a wait inside would be hoisted above it
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([BLOCK_N, ROWS] if WEIGHT_FIRST else [ROWS, BLOCK_N], tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        weight = weight_desc.load([first, k])
+        x = x_desc.load([0, k])
+        acc = tl.dot(weight, tl.trans(x), acc) if WEIGHT_FIRST else tl.dot(x, tl.trans(weight), acc)
+    if WEIGHT_FIRST:
+        acc = tl.trans(acc)
+    row = tl.arange(0, ROWS)[:, None]
+    column = first + tl.arange(0, BLOCK_N)[None, :]
+    inside = (row < num_rows) & (column < num_columns)
+    at = row.to(tl.int64) * num_columns + column
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
