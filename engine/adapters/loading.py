@@ -25,16 +25,22 @@ def load_image(
 
     Raises LorafleetErrors. `check` is called between reads; what it raises ends the load.
     """
-    if disk is None or not is_s3(uri):
-        return read_one_version(lambda: _read_image(open_reader(describe(uri), check), form))
-    image = _read_from_disk(uri, version, form, check, disk) if version else None
-    if image is not None:
-        return image
+    is_remote = is_s3(uri)
+    if disk and version and is_remote:
+        image = _read_from_disk(uri, version, form, check, disk)
+        if image is not None:
+            return image
 
     def read() -> AdapterImage:
         reader = open_reader(describe(uri), check)
-        image = _read_image(reader, form)
-        disk.offer(reader)
+        try:
+            image = _read_image(reader, form)
+        except AdapterRefused as error:
+            if not is_remote:
+                raise
+            raise SourceChanged(error) from None  # once more: bytes may have been damaged on their way
+        if disk and is_remote:
+            disk.offer(reader)
         return image
 
     return read_one_version(read)

@@ -20,6 +20,7 @@ from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectionClosedError,
     CredentialRetrievalError,
     NoCredentialsError,
     ParamValidationError,
@@ -33,11 +34,12 @@ from engine.errors import AccessDenied, InvalidRequest, ModelNotFound, Unavailab
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
-    from mypy_boto3_s3.type_defs import ObjectTypeDef
+    from mypy_boto3_s3.type_defs import ListObjectsV2OutputTypeDef, ObjectTypeDef
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 10.0  # between two bytes
 MAX_RESUMES = 3  # of one range
+MAX_LISTINGS = 3  # of one page
 RESUME_DELAY_S = 0.1  # doubled each time
 RETRY_AFTER_S = 5.0
 _STEP_BYTES = 1 << 20
@@ -137,11 +139,21 @@ def _parse(uri: str) -> tuple[str, str]:
 
 
 def _list_objects(bucket: str, prefix: str, delimiter: str = "") -> Iterator[ObjectTypeDef]:
-    pages = (
-        _client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter=delimiter)
-    )
-    for page in pages:
+    page = _list_page(Bucket=bucket, Prefix=prefix, Delimiter=delimiter)
+    yield from page.get("Contents", ())
+    while page["IsTruncated"]:
+        token = page["NextContinuationToken"]
+        page = _list_page(Bucket=bucket, Prefix=prefix, Delimiter=delimiter, ContinuationToken=token)
         yield from page.get("Contents", ())
+
+
+def _list_page(**request: str) -> ListObjectsV2OutputTypeDef:
+    for _ in range(MAX_LISTINGS):
+        page = _client().list_objects_v2(**request)  # type: ignore[arg-type]
+        # botocore takes an answer that broke off before its first byte for an empty listing
+        if "IsTruncated" in page:
+            return page
+    raise ConnectionClosedError(endpoint_url="")
 
 
 def _as_file(name: str, entry: ObjectTypeDef) -> AdapterFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
@@ -89,6 +90,12 @@ def write_adapter(
     for name, content in (files or {}).items():
         (path / name).write_text(content)
     return path
+
+
+def write_sums(path: Path) -> None:
+    files = sorted(file for file in path.iterdir() if file.name != "SHA256SUMS")
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (path / "SHA256SUMS").write_text("".join(lines))
 
 
 def load(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.engine.adapters.adapter_dirs import (
     tensor_name,
     unpack,
     write_adapter,
+    write_sums,
 )
 
 
@@ -143,12 +143,6 @@ def test_an_image_that_can_never_fit_is_refused_before_its_bytes_are_read(
     assert str(image.num_pages if param == "pool_bytes" else image.nbytes) in caught.value.message
     (number,) = limit.values()
     assert str(number) in caught.value.message
-
-
-def write_sums(path: Path) -> None:
-    files = sorted(file for file in path.iterdir() if file.name != "SHA256SUMS")
-    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
-    (path / "SHA256SUMS").write_text("".join(lines))
 
 
 def test_an_adapter_with_the_right_sums_is_the_same_adapter(tmp_path: Path) -> None:

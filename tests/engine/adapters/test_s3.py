@@ -15,7 +15,8 @@ from engine.adapters.s3 import S3Source
 from engine.adapters.source import describe, open_reader, open_source, read_adapter_files
 from engine.errors import AccessDenied, InvalidRequest, LorafleetError, ModelNotFound, Unavailable
 from tests.engine.adapters.adapter_dirs import BASE_T, load, lora_tensors, tensor_name, unpack, write_adapter
-from tests.engine.adapters.fake_s3 import FakeS3, FaultKind, serve
+from tests.engine.adapters.fake_s3 import FakeS3, serve
+from tests.engine.adapters.faults import FaultKind
 
 SECRET = "top-secret-key"
 URI = "s3://models/adapters/sql"
@@ -124,6 +125,18 @@ def test_a_new_object_is_a_new_version(fake: FakeS3) -> None:
     assert describe(URI).version != before
 
 
+@pytest.mark.parametrize("keep", [0, 50])
+def test_a_listing_that_breaks_off_is_not_taken_for_an_empty_one(keep: int, fake: FakeS3) -> None:
+    """FR-64: a 404 would be believed."""
+    fake.fail("cut", "list", times=2, keep=keep)
+    assert_loads()
+    fake.fail("cut", "list", keep=keep)
+    for call in (lambda: describe(URI), S3Source("s3://models/adapters").list_adapters):
+        with pytest.raises(Unavailable) as caught:
+            call()
+        assert_tells_nothing(caught.value)
+
+
 @pytest.mark.parametrize("name", ["../b", "..", "b/../sql", "/etc", "a\n", ""])
 def test_no_name_reaches_a_key_outside_the_prefix(name: str, fake: FakeS3) -> None:
     """FR-30."""
@@ -207,7 +220,7 @@ def test_a_lasting_slow_down_is_a_503_after_bounded_tries(fake: FakeS3) -> None:
     assert "SlowDown" in caught.value.message
     assert caught.value.retry_after_s is not None
     assert_tells_nothing(caught.value)
-    (fault,) = fake.faults
+    (fault,) = fake.planned
     assert (1 << 30) - fault.times == 3
 
 
@@ -227,7 +240,7 @@ def test_a_refusal_of_our_credentials_says_so_and_is_not_retried(
     assert "access denied" in caught.value.message
     assert code in caught.value.message
     assert_tells_nothing(caught.value)
-    (fault,) = fake.faults
+    (fault,) = fake.planned
     assert (1 << 30) - fault.times <= 2  # a redirect is asked for the right region once
 
 
@@ -246,7 +259,7 @@ def test_what_is_not_there_is_a_404(fake: FakeS3) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_server_that_does_not_answer_is_a_503(fake: FakeS3) -> None:
     """FR-64."""
-    fake.fail("slow", WEIGHTS, seconds=2.0)
+    fake.fail("late", WEIGHTS, seconds=2.0)
     with pytest.raises(Unavailable) as caught:
         load(URI)
     assert_tells_nothing(caught.value)
@@ -313,7 +326,7 @@ def test_a_read_that_is_not_wanted_any_more_ends(fake: FakeS3) -> None:
     assert len(fake.keys_got) <= 2  # the first reads are made at once
 
 
-@pytest.mark.parametrize("fault", [None, "status", "cut", "slow"])
+@pytest.mark.parametrize("fault", [None, "status", "cut", "late"])
 @pytest.mark.usefixtures("impatient")
 def test_no_log_tells_credentials_or_signatures(
     fault: FaultKind | None, fake: FakeS3, caplog: pytest.LogCaptureFixture

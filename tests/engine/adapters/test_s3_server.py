@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from engine.adapters.files import SourceChanged
 from engine.adapters.reader import CHUNK_BYTES
 from engine.adapters.source import describe, open_reader, open_source
 from engine.errors import ModelNotFound
 from tests.engine.adapters.adapter_dirs import BASE_T, load, lora_tensors, tensor_name, unpack, write_adapter
+from tests.engine.adapters.s3_servers import make_client, serve_moto, upload
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -27,21 +26,12 @@ pytestmark = pytest.mark.cluster
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Client]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    server = ThreadedMotoServer("127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
-    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
-    client.create_bucket(Bucket="models")
-    yield client
-    client.close()
-    server.stop()
-
-
-def upload(client: S3Client, path: Path, prefix: str) -> None:
-    for file in path.iterdir():
-        client.upload_file(str(file), "models", f"{prefix}/{file.name}")
+    with serve_moto() as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        client = make_client(endpoint)
+        client.create_bucket(Bucket="models")
+        yield client
+        client.close()
 
 
 def test_adapters_are_listed_found_and_loaded(client: S3Client, tmp_path: Path) -> None:
