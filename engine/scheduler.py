@@ -15,8 +15,8 @@ plans so far compute counts as computed, what they sample is pending. A request 
 then found to have ended one step late; what that step computed for it is dropped.
 
 When a running request cannot grow, the youngest one gives up its pages and waits again (preemption by
-recompute); its sampled tokens are kept. That is work lost, so a request is admitted only if some pages are left
-for the growth of those that run.
+recompute); its sampled tokens are kept. That is work lost, so a request is admitted only if some pages are
+left for the growth of those that run.
 """
 
 from __future__ import annotations
@@ -254,9 +254,7 @@ class Scheduler:
         return admitted
 
     def _run(self, seq: Sequence) -> None:
-        self.waiting.remove(seq)
-        if seq.num_outputs == 0:  # what a preempted one computes again is not its account's fault
-            self.waiting.charge_input(seq, seq.num_uncomputed)
+        self.waiting.start(seq)
         _insert(self.running, seq)
 
     def _is_starving(self, seq: Sequence, now: float) -> bool:
@@ -288,6 +286,7 @@ class Scheduler:
         self.waiting.add(seq)
 
     def _release(self, seq: Sequence, now: float) -> None:
+        self.waiting.stop(seq)
         self.memory.give_back(seq.owner, seq.own_page_ids)
         self.memory.prefix.release(seq.nodes, now)
         if seq.digest:

@@ -6,6 +6,9 @@ account that was given least comes first; within an account the oldest request. 
 after a pause is lifted to where the others are: a pause saves up nothing. When nobody waits, nobody is owed
 anything: counters are forgotten, and nothing is counted.
 
+Every adapter in a batch is read in every step and holds pages, so an account that runs already is ranked as
+if it had been given RUNNING_CREDIT less: adapters take turns of a few requests.
+
 Not fair means by arrival only: nothing is counted, so all accounts are equal.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,6 +26,9 @@ from engine.sequence import Sequence
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 4.0
 """An output token at batch 64 takes about four times the GPU time of a prompt token (8B model, H200)."""
+
+RUNNING_CREDIT = 4000.0
+"""Weighted tokens. Two adapters that wait can be so far apart, and no further."""
 
 _MIN_ACCOUNTS = 1024
 """Fewer are not worth a look for those that can be forgotten."""
@@ -37,12 +44,15 @@ class WaitingQueue:
     def __init__(self, is_fair: bool) -> None:
         self._input_weight = INPUT_WEIGHT if is_fair else 0.0
         self._output_weight = OUTPUT_WEIGHT if is_fair else 0.0
+        self._credit = RUNNING_CREDIT if is_fair else 0.0
+        # requests by namespace; one more of the base model, whose weights are always read
+        self._running = Counter({"": 1})
         self._accounts: dict[str, _Account] = {}  # by namespace
         self._waiting: dict[str, _Account] = {}  # of these, those that have a waiting request
-        # (counter, arrival, namespace), at least one for each of `_waiting`. Counters rise, so an entry may
-        # come too early; then it goes where it belongs.
+        # (rank, arrival, namespace), at least one for each of `_waiting` that is not too late. Most changes
+        # make an entry too early; when it comes up it goes where it belongs.
         self._heap: list[tuple[float, int, str]] = []
-        self._floor = 0.0  # the least counter of waiting accounts, when it was last looked at
+        self._floor = 0.0  # the least rank of waiting accounts, when it was last looked at
         self._num_remembered = _MIN_ACCOUNTS
 
     def __len__(self) -> int:
@@ -72,9 +82,7 @@ class WaitingQueue:
             self._waiting[seq.namespace] = account
         bisect.insort(account.waiting, seq, key=_arrival)
         if account.waiting[0] is seq:
-            heapq.heappush(self._heap, (account.counter, seq.arrival, seq.namespace))
-            if len(self._heap) > 64 + 2 * len(self._waiting):
-                self._rebuild_heap()
+            self._push(seq.namespace, account)
 
     def remove(self, seq: Sequence) -> None:
         account = self._waiting[seq.namespace]
@@ -87,9 +95,23 @@ class WaitingQueue:
             self._accounts.clear()
             self._heap.clear()
 
-    def charge_input(self, seq: Sequence, num_tokens: int) -> None:
-        if self._waiting:
-            self._account(seq.namespace).counter += self._input_weight * num_tokens
+    def start(self, seq: Sequence) -> None:
+        """It has its pages, and runs."""
+        self.remove(seq)
+        self._running[seq.namespace] += 1
+        if not self._waiting:
+            return
+        account = self._account(seq.namespace)
+        if seq.num_outputs == 0:  # what a preempted one computes again is not its account's fault
+            account.counter += self._input_weight * seq.num_uncomputed
+        if account.waiting and self._running[seq.namespace] == 1:
+            self._push(seq.namespace, account)
+
+    def stop(self, seq: Sequence) -> None:
+        """It runs no more: it has ended, or waits again."""
+        self._running[seq.namespace] -= 1
+        if not self._running[seq.namespace]:
+            del self._running[seq.namespace]
 
     def charge_output(self, seq: Sequence) -> None:
         if self._waiting:
@@ -104,15 +126,16 @@ class WaitingQueue:
         heap = self._heap.copy()
         num_passed: dict[str, int] = {}  # requests of an account that were looked at, and wait on
         while heap:
-            counter, arrival, namespace = heap[0]
+            rank, arrival, namespace = heap[0]
             account = self._waiting.get(namespace)
             index = num_passed.get(namespace, 0)
             if account is None or index >= len(account.waiting) or namespace in set_aside:
                 heapq.heappop(heap)
                 continue
             seq = account.waiting[index]
-            if (counter, arrival) != (account.counter, seq.arrival):
-                heapq.heapreplace(heap, (account.counter, seq.arrival, namespace))
+            now = (self._rank(namespace, account), seq.arrival)
+            if (rank, arrival) != now:
+                heapq.heapreplace(heap, (*now, namespace))
                 continue
             yield seq
             if index < len(account.waiting) and account.waiting[index] is seq:
@@ -120,12 +143,24 @@ class WaitingQueue:
 
     def check_invariants(self) -> None:
         assert self._waiting == {n: a for n, a in self._accounts.items() if a.waiting}
-        entries = {namespace: (counter, arrival) for counter, arrival, namespace in sorted(self._heap)[::-1]}
+        entries = {namespace: (rank, arrival) for rank, arrival, namespace in sorted(self._heap)[::-1]}
+        assert all(count > 0 for count in self._running.values())
         for namespace, account in self._waiting.items():
             arrivals = [seq.arrival for seq in account.waiting]
             assert arrivals == sorted(set(arrivals))
             assert all(seq.namespace == namespace for seq in account.waiting)
-            assert entries[namespace] <= (account.counter, arrivals[0])
+            assert entries[namespace] <= (self._rank(namespace, account), arrivals[0])
+
+    def _rank(self, namespace: str, account: _Account) -> float:
+        """Who comes first: the least."""
+        return account.counter - self._credit if namespace in self._running else account.counter
+
+    def _push(self, namespace: str, account: _Account) -> None:
+        entry = (self._rank(namespace, account), account.waiting[0].arrival, namespace)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 64 + 2 * len(self._waiting):
+            self._heap = [(self._rank(n, a), a.waiting[0].arrival, n) for n, a in self._waiting.items()]
+            heapq.heapify(self._heap)
 
     def _account(self, namespace: str) -> _Account:
         account = self._accounts.get(namespace)
@@ -142,22 +177,19 @@ class WaitingQueue:
         self._num_remembered = 2 * len(kept) + _MIN_ACCOUNTS
 
     def _mend_top(self) -> None:
-        """Make the first entry a true one, and learn the least counter from it."""
+        """Make the first entry a true one, and learn the least rank from it."""
         heap = self._heap
         while heap:
-            counter, arrival, namespace = heap[0]
+            rank, arrival, namespace = heap[0]
             account = self._waiting.get(namespace)
             if account is None:
                 heapq.heappop(heap)
-            elif (counter, arrival) != (account.counter, account.waiting[0].arrival):
-                heapq.heapreplace(heap, (account.counter, account.waiting[0].arrival, namespace))
-            else:
-                self._floor = max(self._floor, counter)
+                continue
+            now = (self._rank(namespace, account), account.waiting[0].arrival)
+            if (rank, arrival) == now:
+                self._floor = max(self._floor, rank)
                 return
-
-    def _rebuild_heap(self) -> None:
-        self._heap = [(a.counter, a.waiting[0].arrival, n) for n, a in self._waiting.items()]
-        heapq.heapify(self._heap)
+            heapq.heapreplace(heap, (*now, namespace))
 
 
 def _arrival(seq: Sequence) -> int:

@@ -13,15 +13,24 @@ from engine.sequence import Sequence
 from engine.waiting import INPUT_WEIGHT, OUTPUT_WEIGHT, WaitingQueue
 from tests.engine.simulation import Simulation
 
+CREDIT = 10.0
+
 
 def sequence(arrival: int, digest: str | None = None) -> Sequence:
     return Sequence(f"r{arrival}", arrival, (1, 2, 3), max_tokens=4, digest=digest)
+
+
+@pytest.fixture(autouse=True)
+def small_credit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request or two of those here."""
+    monkeypatch.setattr(waiting, "RUNNING_CREDIT", CREDIT)
 
 
 @dataclass
 class NaiveQueue:
     counters: dict[str, float] = field(default_factory=dict)
     waiting: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
     floor: float = 0.0
 
     def of(self, namespace: str) -> list[Sequence]:
@@ -41,9 +50,13 @@ class NaiveQueue:
         if self.waiting:
             self.counters[namespace] = self.counters.get(namespace, self.floor) + amount
 
+    def rank(self, namespace: str) -> float:
+        runs = not namespace or any(s.namespace == namespace for s in self.running)
+        return self.counters[namespace] - CREDIT * runs
+
     def look(self) -> None:
-        counters = [self.counters[s.namespace] for s in self.waiting]
-        self.floor = max([self.floor, *([min(counters)] if counters else [])])
+        ranks = [self.rank(s.namespace) for s in self.waiting]
+        self.floor = max([self.floor, *([min(ranks)] if ranks else [])])
 
 
 def walk(queue: WaitingQueue, naive: NaiveQueue, rng: random.Random) -> None:
@@ -55,14 +68,14 @@ def walk(queue: WaitingQueue, naive: NaiveQueue, rng: random.Random) -> None:
         left = [s for s in left if s.namespace not in set_aside]
         assert seq is min(
             (s for s in left if s is min(left, key=lambda o: (o.namespace != s.namespace, o.arrival))),
-            key=lambda s: (naive.counters[s.namespace], s.arrival),
+            key=lambda s: (naive.rank(s.namespace), s.arrival),
         )
         left.remove(seq)
         event = rng.random()
         if event < 0.3:
-            queue.remove(seq)
+            queue.start(seq)
             naive.remove(seq)
-            queue.charge_input(seq, 3)
+            naive.running.append(seq)
             naive.charge(seq.namespace, 3 * INPUT_WEIGHT)
         elif event < 0.5:
             set_aside.add(seq.namespace)
@@ -75,18 +88,18 @@ def walk(queue: WaitingQueue, naive: NaiveQueue, rng: random.Random) -> None:
 def test_the_order_equals_a_search_of_everyone(seed: int) -> None:
     rng = random.Random(seed)
     queue, naive = WaitingQueue(is_fair=True), NaiveQueue()
-    out: list[Sequence] = []  # started, and may come back
     for arrival in range(200):
         seq = sequence(arrival, rng.choice((None, "a", "b", "c")))
-        if out and rng.random() < 0.2:
-            seq = out.pop(rng.randrange(len(out)))  # preempted: older than others
+        if naive.running and rng.random() < 0.3:
+            stopped = naive.running.pop(rng.randrange(len(naive.running)))
+            queue.stop(stopped)
+            if rng.random() < 0.5:
+                seq = stopped  # preempted: older than others
         queue.add(seq)
         naive.add(seq)
         if rng.random() < 0.3:
-            before = list(naive.waiting)
             walk(queue, naive, rng)
-            out += [s for s in before if s not in naive.waiting]
-        for started in rng.sample(out, min(len(out), 2)):
+        for started in rng.sample(naive.running, min(len(naive.running), 2)):
             queue.charge_output(started)
             naive.charge(started.namespace, OUTPUT_WEIGHT)
         if naive.waiting and rng.random() < 0.1:
@@ -145,9 +158,9 @@ def test_when_nobody_waits_nobody_is_owed_anything() -> None:
     for arrival in range(1000):
         seq = sequence(arrival, f"{arrival % 3}")
         queue.add(seq)
-        queue.charge_input(seq, 7)
-        queue.remove(seq)
+        queue.start(seq)
         queue.charge_output(seq)
+        queue.stop(seq)
     assert {queue.counter(f"{i}") for i in range(3)} == {0.0}
 
 
@@ -198,3 +211,19 @@ def test_recomputing_after_a_preemption_is_not_charged() -> None:
     assert simulation.running() == {"young"}
     num_sampled = sum(chunk.samples for chunk in plan.chunks)
     assert simulation.scheduler.waiting.counter("") == charged + OUTPUT_WEIGHT * num_sampled
+
+
+@pytest.mark.parametrize(("credit", "least", "most"), [(0.0, 3.0, 4.0), (300.0, 1.0, 2.0)])
+def test_adapters_take_turns_of_a_few_requests(
+    credit: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer adapters in a batch; after a while all have been given the same."""
+    monkeypatch.setattr(waiting, "RUNNING_CREDIT", credit)
+    simulation = Simulation(num_pages=200, num_slots=10, max_num_seqs=4, fair=True)
+    for i in range(1000):
+        # of different lengths, so that they do not all end in the same step
+        simulation.submit(f"{i}", 3, max_tokens=5 + i % 7, digest=f"{i % 10}")
+    num_adapters = [len({c.adapter_slot for c in plan.chunks}) for plan in simulation.steps(600)]
+    assert least <= sum(num_adapters) / len(num_adapters) <= most
+    given = Counter(c.digest for c in simulation.clients.values() for _ in c.output)
+    assert min(given.values()) > 0.5 * max(given.values())
