@@ -31,6 +31,7 @@ from engine.runner.step_inputs import Batch, StepInputs
 from engine.runner.warm_up import mixed_steps
 from engine.sampling_params import SamplingParams
 from engine.shape import NUM_PROJECTIONS
+from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable
@@ -126,14 +127,20 @@ class CudaRunner:
         self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._graphs: dict[_Kind, _Captured] = {}
 
-    def warm_up(self) -> None:
-        """Nothing is compiled or captured while serving."""
-        self.compile()
-        self.capture()
-
-    def compile(self) -> None:
-        """Every kernel; the largest step is taken too, and leaves its buffers to all later ones."""
+    def warm_up(self, watch: Stopwatch | None = None) -> None:
+        """Nothing is compiled or captured while serving, and what steps need has been allocated."""
+        watch = watch or Stopwatch()
         self.copy_bytes_per_s = measure_copies(self._pool)
+        with watch.part("compile"):
+            self._take_steps()
+        with watch.part("capture"):
+            self._capture_all()
+        self._take_steps()  # capturing made PyTorch give back what steps had left to later ones
+        if self._poison:
+            self._pool.fill_(torch.nan)
+
+    def _take_steps(self) -> None:
+        """Of every kind, the largest ones too."""
         table, ranks = self._table, self._copies.ranks
         table.put(
             0,
@@ -150,19 +157,15 @@ class CudaRunner:
         table.clear(0)
         ranks[0] = 0
 
-    def capture(self, num_buckets: int | None = None) -> None:
-        """A graph of every kind; of the largest buckets only, if told how many."""
+    def _capture_all(self) -> None:
         memory = None
-        buckets = self._buckets[::-1][:num_buckets]  # the largest first: the others fit into its memory
-        for bucket in buckets:
+        for bucket in reversed(self._buckets):  # the largest first: the others fit into its memory
             for has_prefill, has_adapters in itertools.product((False, True), repeat=2):
                 kind = _Kind(bucket, has_prefill, has_adapters)
                 if kind.num_seqs > 0:
                     captured = self._capture(kind, memory)
                     self._graphs[kind] = captured
                     memory = memory or captured.graph.pool()
-        if self._poison:
-            self._pool.fill_(torch.nan)
 
     def _warm_up_step(self, plan: StepPlan, params: SamplingParams) -> None:
         for chunk in plan.chunks:

@@ -3,9 +3,8 @@
     GPU memory:  others' | base weights | workspaces, largest step, graphs | pool | rest
                          └────────────── gpu_memory_fraction of the whole ──────┘
 
-To know what else there is, a rehearsal with a pool of one page compiles every kernel, takes the largest step
-and captures the largest graphs. Serving takes no more than that: PyTorch keeps what a step has freed, and
-finds smaller steps' buffers there.
+To know what else there is, a runner with a pool of one page warms up first, and is dropped. Serving takes no
+more than warming up did: PyTorch keeps what a step has freed, and finds smaller steps' buffers there.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from engine.model.spec import ModelSpec
 from engine.page_plan import PagePlan
 from engine.runner.cuda import CudaRunner
 from engine.stopwatch import Stopwatch
+from engine.tensor_parallel.comm import ALONE, Comm
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class GpuMemory:
 
     @classmethod
     def now(cls) -> GpuMemory:
+        torch.cuda.empty_cache()  # what engines before this one left is free
         free, total = torch.cuda.mem_get_info()
         return cls(total, free)
 
@@ -73,29 +74,25 @@ def build_cuda_runner(
     pages: PagePlan,
     memory: GpuMemory,
     watch: Stopwatch,
+    comm: Comm = ALONE,
 ) -> tuple[CudaRunner, int]:
     """The runner, ready to serve, and its number of pages. Raises InvalidRequest if memory is too small."""
 
     def build(num_pages: int) -> CudaRunner:
         runner = CudaRunner(spec, weights, config, num_pages, pages.tokens, pages.max_model_len)
-        with watch.part("compile"):
-            runner.compile()
+        runner.warm_up(watch)
         return runner
 
     num_pages = pages.num_pages
     if num_pages is None:
         with out_of_memory_names("max_num_batched_tokens"):
             rehearsal = build(1)
-            with watch.part("capture"):
-                rehearsal.capture(num_buckets=1)
         num_pages = memory.num_pages(config.gpu_memory_fraction, memory.taken, pages.bytes)
         del rehearsal
         gc.collect()
         torch.cuda.empty_cache()
     with out_of_memory_names("pool_bytes" if config.num_pages is None else "num_pages"):
         runner = build(num_pages)
-        with watch.part("capture"):
-            runner.capture()
     return runner, num_pages
 
 
