@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,21 @@ def test_flags_become_arguments(started: Started, tmp_path: Path) -> None:
     assert (args.num_replicas, args.allow_runtime_lora_updating) == (2, True)
     assert args.model_names() == ("m", "mm")
     assert (listen.host, listen.port) == ("0.0.0.0", 9000)
+
+
+def test_sigterm_ends_a_server_in_good_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pause() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the signal went elsewhere")
+
+    monkeypatch.setattr(signal, "pause", pause)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stands for Ray's
+    try:
+        cli.wait_for_stop()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_flags_win_over_the_file(started: Started, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 How near they have to be is measured. transformers' own bfloat16 forward pass over the same weights rounds at
 about the same places: behind every linear and norm, the product of gate and up, the sum with the residual. So
-its distance from the float32 pass, layer by layer, is what bfloat16 costs.
+its distance from the float32 pass, layer by layer, is what bfloat16 costs, and ours must not be larger.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from load_tests.random_engine import PAGE_TOKENS, SPEC, random_weights
 
 pytestmark = pytest.mark.gpu
 
-MARGIN = 1.1  # of our distance to transformers'; both are means over thousands of rounded numbers
 MAX_TOKENS = 1024  # a step's
 MAX_MODEL_LEN = 256
 NUM_PAGES = 1000
@@ -273,7 +272,7 @@ def test_states_behind_every_layer(setup: Setup, adapters: list[str | None]) -> 
             distance(torch.cat([states[:, phase] for states in side], dim=1), target)
             for side in (ours, coarse)
         )
-        assert (our_error <= MARGIN * their_error).all(), (our_error, their_error)
+        assert (our_error <= their_error).all(), (our_error, their_error)
 
 
 @pytest.mark.parametrize("name", ["r16-all", "r64-some", "r8-all"])
