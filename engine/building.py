@@ -35,7 +35,8 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     watch = Stopwatch()
-    spec = load_model_spec(config.model)
+    with watch.part("read config"):
+        spec = load_model_spec(config.model)
     dtype = _dtype(config)
     pages = plan_pages(config, spec, dtype.itemsize)
     build_runner = _on_cpu if config.device == "cpu" else _on_gpu
@@ -90,10 +91,11 @@ def _on_cpu(
 def _on_gpu(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, pages: PagePlan, watch: Stopwatch
 ) -> tuple[Runner, int]:
-    # triton takes a second to import, and the CPU backend needs it not
-    from engine.runner.cuda_building import GpuMemory, build_cuda_runner, out_of_memory_names
+    with watch.part("start GPU"):
+        # triton takes a second to import, and the CPU backend needs it not
+        from engine.runner.cuda_building import GpuMemory, build_cuda_runner, out_of_memory_names
 
-    memory = GpuMemory.now()
+        memory = GpuMemory.now()
     if pages.num_pages is None:
         memory.check(config.gpu_memory_fraction)
     with watch.part("read weights"), out_of_memory_names("model"):
