@@ -18,7 +18,8 @@ from engine.adapters.sha256sums import parse_sums
 from engine.errors import AdapterRefused, Unavailable
 
 MAX_SMALL_FILE_BYTES = 1 << 20
-CHUNK_BYTES = 8 << 20
+MIN_CHUNK_BYTES = 2 << 20
+MAX_CHUNK_BYTES = 8 << 20
 
 
 class FileReader:
@@ -118,7 +119,8 @@ class LargeRead:
         self._file = file
         self._check = check
         self._error: BaseException | None = None  # that ends all reads of chunks
-        self._starts = range(len(head), file.size, CHUNK_BYTES)
+        self._chunk_bytes = chunk_bytes(file.size - len(head), folder.parallel_reads)
+        self._starts = range(len(head), file.size, self._chunk_bytes)
         self._num_there = 0  # chunks, seen by `wait`
         self._threads = ThreadPoolExecutor(folder.parallel_reads, "adapter-read")
         self._chunks = [self._threads.submit(self._read_chunk, start) for start in self._starts]
@@ -152,7 +154,7 @@ class LargeRead:
     def _read_chunk(self, start: int) -> None:
         try:
             self._check_wanted()
-            view = self.buffer[start : start + CHUNK_BYTES]
+            view = self.buffer[start : start + self._chunk_bytes]
             self._folder.read(self._file, start, view, self._check_wanted)
         except BaseException as error:
             self._error = self._error or error
@@ -167,5 +169,11 @@ class LargeRead:
         digest = hashlib.sha256(self.buffer[:head_bytes])
         for start, chunk in zip(self._starts, self._chunks, strict=True):
             chunk.result()
-            digest.update(self.buffer[start : start + CHUNK_BYTES])
+            digest.update(self.buffer[start : start + self._chunk_bytes])
         return digest.hexdigest()
+
+
+def chunk_bytes(num_bytes: int, parallel_reads: int) -> int:
+    """All chunks of one size, as many for each of the parallel reads: none of these idles at the end."""
+    rounds = -(-num_bytes // (parallel_reads * MAX_CHUNK_BYTES)) or 1
+    return max(MIN_CHUNK_BYTES, -(-num_bytes // (parallel_reads * rounds)))

@@ -13,7 +13,7 @@ from engine.adapters.files import (
     SourceChanged,
     make_listing,
 )
-from engine.adapters.reader import CHUNK_BYTES, FileReader
+from engine.adapters.reader import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, FileReader, chunk_bytes
 from engine.errors import AdapterRefused, Unavailable
 
 WEIGHTS = "adapter_model.safetensors"
@@ -79,7 +79,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("parallel_reads", [1, 4])
 @pytest.mark.parametrize("head", [0, 1 << 20, 3 << 20])
-@pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 20) + 1, 5 * CHUNK_BYTES + 3])
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 20) + 1, 5 * MAX_CHUNK_BYTES + 3])
 def test_a_large_file_is_put_together_from_its_ranges(parallel_reads: int, head: int, size: int) -> None:
     folder = weights(size, parallel_reads)
     files = reader(folder)
@@ -88,27 +88,43 @@ def test_a_large_file_is_put_together_from_its_ranges(parallel_reads: int, head:
         read.wait(size)
         assert read.buffer == folder.files[WEIGHTS]
         assert read.sha256() == hashlib.sha256(folder.files[WEIGHTS]).hexdigest()
-    starts = range(min(head, size), size, CHUNK_BYTES)
+    rest = size - min(head, size)
+    starts = range(min(head, size), size, chunk_bytes(rest, parallel_reads))
     assert sorted(offset for _, offset in folder.reads) == [0, *starts]
     assert folder.most_running <= parallel_reads
     assert files.contents[WEIGHTS] == folder.files[WEIGHTS]
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "parallel_reads", "want"),
+    [
+        (0, 8, MIN_CHUNK_BYTES),
+        (MIN_CHUNK_BYTES + 1, 8, MIN_CHUNK_BYTES),
+        (64 << 20, 8, 8 << 20),
+        (80 << 20, 8, 5 << 20),  # two rounds of eight, not one and a quarter
+        (80 << 20, 1, 8 << 20),
+        ((64 << 20) + 1, 8, (4 << 20) + 1),
+    ],
+)
+def test_chunks_are_spread_evenly(num_bytes: int, parallel_reads: int, want: int) -> None:
+    assert chunk_bytes(num_bytes, parallel_reads) == want
+
+
 def test_what_is_there_can_be_used_while_the_rest_is_on_its_way() -> None:
-    folder = weights(3 * CHUNK_BYTES)
-    folder.gates[2 * CHUNK_BYTES] = threading.Event()
+    folder = weights(3 * MAX_CHUNK_BYTES, parallel_reads=3)
+    folder.gates[2 * MAX_CHUNK_BYTES] = threading.Event()
     with reader(folder).start_read(WEIGHTS) as read:
-        read.wait(2 * CHUNK_BYTES)
-        assert read.buffer[: 2 * CHUNK_BYTES] == folder.files[WEIGHTS][: 2 * CHUNK_BYTES]
-        folder.gates[2 * CHUNK_BYTES].set()
-        read.wait(2 * CHUNK_BYTES + 1)
+        read.wait(2 * MAX_CHUNK_BYTES)
+        assert read.buffer[: 2 * MAX_CHUNK_BYTES] == folder.files[WEIGHTS][: 2 * MAX_CHUNK_BYTES]
+        folder.gates[2 * MAX_CHUNK_BYTES].set()
+        read.wait(2 * MAX_CHUNK_BYTES + 1)
         assert read.buffer == folder.files[WEIGHTS]
 
 
 def test_one_range_that_fails_fails_the_file_and_starts_no_more() -> None:
-    folder = weights(20 * CHUNK_BYTES, parallel_reads=2)
+    folder = weights(20 * MAX_CHUNK_BYTES, parallel_reads=2)
     folder.broken_at = 0
-    folder.gates[CHUNK_BYTES] = threading.Event()  # the other thread waits until it is told to end
+    folder.gates[MAX_CHUNK_BYTES] = threading.Event()  # the other thread waits until it is told to end
     with pytest.raises(Unavailable, match="broken"), reader(folder).start_read(WEIGHTS) as read:
         read.wait(1)
     assert len(folder.reads) <= 2
@@ -118,8 +134,8 @@ def test_one_range_that_fails_fails_the_file_and_starts_no_more() -> None:
 
 
 def test_a_read_that_is_closed_ends_at_once() -> None:
-    folder = weights(4 * CHUNK_BYTES)
-    folder.gates = {start: threading.Event() for start in range(0, 4 * CHUNK_BYTES, CHUNK_BYTES)}
+    folder = weights(4 * MAX_CHUNK_BYTES)
+    folder.gates = {start: threading.Event() for start in range(0, 4 * MAX_CHUNK_BYTES, MAX_CHUNK_BYTES)}
     reader(folder).start_read(WEIGHTS).close()
     assert folder.running == 0
 
@@ -130,7 +146,7 @@ def test_what_a_check_raises_ends_the_read() -> None:
 
     with (
         pytest.raises(Unavailable, match="unwanted"),
-        reader(weights(2 * CHUNK_BYTES), check).start_read(WEIGHTS) as read,
+        reader(weights(2 * MAX_CHUNK_BYTES), check).start_read(WEIGHTS) as read,
     ):
         read.wait(1)
 

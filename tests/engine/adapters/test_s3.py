@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.adapters import s3
-from engine.adapters.reader import CHUNK_BYTES
+from engine.adapters.reader import MIN_CHUNK_BYTES
 from engine.adapters.s3 import S3Source
 from engine.adapters.source import describe, open_reader, open_source, read_adapter_files
 from engine.errors import AccessDenied, InvalidRequest, LorafleetError, ModelNotFound, Unavailable
@@ -163,7 +163,7 @@ def test_a_malformed_uri_is_a_400(uri: str) -> None:
 
 
 def test_a_large_file_is_read_in_parallel_ranges(fake: FakeS3) -> None:
-    content = bytes(range(256)) * (3 * CHUNK_BYTES // 256) + b"end"
+    content = bytes(range(256)) * (3 * MIN_CHUNK_BYTES // 256) + b"end"
     fake.objects[WEIGHTS] = content
     reader = open_reader(describe(URI))
     with reader.start_read("adapter_model.safetensors") as read:

@@ -62,7 +62,7 @@ def proxy(server: tuple[Faults, str], monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setattr(reader, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(reader, "MIN_CHUNK_BYTES", 1 << 20)
     monkeypatch.setattr(s3, "READ_TIMEOUT_S", READ_TIMEOUT_S)
     monkeypatch.setattr(s3, "RESUME_DELAY_S", 0.0)
     monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))

@@ -73,7 +73,7 @@ def assert_denied(call: Callable[[], object]) -> None:
 
 
 def test_a_tenant_lists_and_loads_its_own_adapters(login: Login, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(reader, "MIN_CHUNK_BYTES", 1 << 18)
     login(TENANT, None)
     (listing,) = open_source("s3://models/tenant-a").list_adapters()
     assert listing.uri == "s3://models/tenant-a/sql"

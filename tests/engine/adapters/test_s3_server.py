@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.adapters.files import SourceChanged
-from engine.adapters.reader import CHUNK_BYTES
+from engine.adapters.reader import MAX_CHUNK_BYTES
 from engine.adapters.source import describe, open_reader, open_source
 from engine.errors import ModelNotFound
 from tests.engine.adapters.adapter_dirs import BASE_T, load, lora_tensors, tensor_name, unpack, write_adapter
@@ -54,7 +54,7 @@ def test_adapters_are_listed_found_and_loaded(client: S3Client, tmp_path: Path) 
 
 
 def test_a_multipart_object_is_read_in_ranges_of_one_version(client: S3Client, tmp_path: Path) -> None:
-    content = bytes(range(256)) * (2 * CHUNK_BYTES // 256) + b"end"
+    content = bytes(range(256)) * (2 * MAX_CHUNK_BYTES // 256) + b"end"
     (tmp_path / "w").write_bytes(content)
     client.put_object(Bucket="models", Key="big/adapter_config.json", Body=b"{}")
     client.upload_file(str(tmp_path / "w"), "models", "big/adapter_model.safetensors")
