@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from engine.adapters.image import ImageFormat
 from engine.adapters.loader import AdapterLoader
 from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
@@ -17,19 +19,48 @@ from engine.errors import InvalidRequest
 from engine.loop import Inbox
 from engine.model.digest import model_digest
 from engine.model.loading import LlamaWeights, load_weights
-from engine.model.spec import ModelSpec, load_model_spec
+from engine.model.spec import ModelSpec, load_model_spec, local_spec
 from engine.page_plan import PagePlan, plan_pages
 from engine.runner.base import Runner
 from engine.runner.cpu import CpuRunner
+from engine.sharding import WHOLE, Shard, shard_shape
 from engine.stopwatch import Stopwatch
+from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join
+from engine.tensor_parallel.group import Group, GroupRunner
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltRank:
+    """What a rank has of an engine, ready to run steps."""
+
+    runner: Runner
+    geometry: Geometry
+    form: ImageFormat  # of this rank's part of adapters
+
+
 def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     """Loads end in `inbox`. Raises InvalidRequest for a model or a configuration that cannot be served."""
+    if config.tensor_parallel_size == 1:
+        return _core(config, inbox, build_rank(config), None)
+    # the other ranks fail as this one does, but this one tells of it
+    spec = load_model_spec(config.model)
+    shard_shape(spec.shape, Shard(0, config.tensor_parallel_size))
+    group = Group(config)
+    try:
+        built = build_rank(config, Shard(0, config.tensor_parallel_size), str(group.rendezvous))
+        group.wait_until_ready()
+    except BaseException:
+        group.close()
+        raise
+    return _core(config, inbox, built, group)
+
+
+def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "") -> BuiltRank:
+    """Of a group, all ranks must be built at the same time; `rendezvous`: a file that they meet at."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("this machine has no CUDA device", param="device")
     if config.num_threads is not None:
@@ -38,9 +69,13 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     with watch.part("read config"):
         spec = load_model_spec(config.model)
     dtype = _dtype(config)
-    pages = plan_pages(config, spec, dtype.itemsize)
+    pages = plan_pages(config, spec, dtype.itemsize, shard)
+    comm: Comm = ALONE
+    if shard.world > 1:
+        join(shard.rank, shard.world, rendezvous, config.device)
+        comm = Ranks([len(shard_shape(spec.shape, Shard(r, shard.world)).vocab) for r in range(shard.world)])
     build_runner = _on_cpu if config.device == "cpu" else _on_gpu
-    runner, num_pages = build_runner(config, spec, dtype, pages, watch)
+    runner, num_pages = build_runner(config, spec, dtype, pages, watch, shard, comm)
     geometry = Geometry(
         num_pages=num_pages,
         page_tokens=pages.tokens,
@@ -50,23 +85,35 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
         eos_token_ids=spec.eos_token_ids,
         model_digest=model_digest(Path(spec.path)),
     )
+    form = ImageFormat(
+        spec.shape,
+        shard_shape(spec.shape, shard).local.page_elems(pages.tokens),
+        dtype,
+        config.max_rank,
+        max_pool_pages=num_pages - 1,  # one at least is left for KV
+        max_host_bytes=config.host_cache_bytes,
+        pin_memory=config.device == "cuda",
+        shard=shard,
+    )
+    logger.info("engine ready in %s", watch)
+    return BuiltRank(runner, geometry, form)
+
+
+def _core(config: EngineConfig, inbox: Inbox, built: BuiltRank, group: Group | None) -> EngineCore:
     core: EngineCore
-    page_elems = spec.shape.page_elems(geometry.page_tokens)
     # the core is built after its loader, but no load can end before somebody asks for one
     loader = AdapterLoader(
-        spec.shape,
-        page_elems,
-        dtype,
+        built.form,
         config,
         lambda result: inbox.put(partial(core.on_loaded, result)),
-        max_pool_pages=geometry.num_pages - 1,  # one at least is left for KV
+        read=None if group is None else group.read_image,
     )
-    memory = build_memory(config, geometry)
+    memory = build_memory(config, built.geometry)
     manager = AdapterManager(
         loader, config.host_cache_bytes, config.max_parallel_loads, memory.order.host_image
     )
-    core = EngineCore(config, geometry, runner, manager, time.monotonic, memory)
-    logger.info("engine ready in %s", watch)
+    runner = built.runner if group is None else GroupRunner(built.runner, group, config.debug)
+    core = EngineCore(config, built.geometry, runner, manager, time.monotonic, memory)
     return core
 
 
@@ -77,19 +124,39 @@ def _dtype(config: EngineConfig) -> torch.dtype:
 
 
 def _on_cpu(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, pages: PagePlan, watch: Stopwatch
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    pages: PagePlan,
+    watch: Stopwatch,
+    shard: Shard,
+    comm: Comm,
 ) -> tuple[Runner, int]:
     """The runner and its number of pages."""
     assert pages.num_pages is not None
     with watch.part("read weights"):
-        weights = load_weights(spec, dtype)
+        weights = load_weights(spec, dtype, shard=shard)
     _log_memory(config, weights, pages, pages.num_pages)
-    runner = CpuRunner(spec, weights, pages.num_pages, pages.tokens, pages.max_model_len, poison=config.debug)
+    runner = CpuRunner(
+        local_spec(spec, shard),
+        weights,
+        pages.num_pages,
+        pages.tokens,
+        pages.max_model_len,
+        poison=config.debug,
+        comm=comm,
+    )
     return runner, pages.num_pages
 
 
 def _on_gpu(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, pages: PagePlan, watch: Stopwatch
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    pages: PagePlan,
+    watch: Stopwatch,
+    shard: Shard,
+    comm: Comm,
 ) -> tuple[Runner, int]:
     with watch.part("start GPU"):
         # triton takes a second to import, and the CPU backend needs it not
@@ -99,8 +166,10 @@ def _on_gpu(
     if pages.num_pages is None:
         memory.check(config.gpu_memory_fraction)
     with watch.part("read weights"), out_of_memory_names("model"):
-        weights = load_weights(spec, dtype, config.device)
-    runner, num_pages = build_cuda_runner(config, spec, weights, pages, memory, watch)
+        weights = load_weights(spec, dtype, config.device, shard)
+    runner, num_pages = build_cuda_runner(
+        config, local_spec(spec, shard), weights, pages, memory, watch, comm
+    )
     _log_memory(config, weights, pages, num_pages, memory.taken)
     return runner, num_pages
 

@@ -251,6 +251,7 @@ class EngineCore:
 
     def close(self) -> None:
         self.manager.close()
+        self._runner.close()
 
     def check_invariants(self) -> None:
         self.scheduler.check_invariants()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.config import GIB, EngineConfig
 from engine.errors import InvalidRequest
 from engine.model.spec import ModelSpec
+from engine.sharding import WHOLE, Shard, shard_shape
 
 CPU_POOL_BYTES = 1 * GIB
 
@@ -19,11 +20,16 @@ class PagePlan:
     max_model_len: int  # at most; a pool that is smaller allows less
 
 
-def plan_pages(config: EngineConfig, spec: ModelSpec, item_bytes: int) -> PagePlan:
-    """`item_bytes`: of the model's dtype. Raises InvalidRequest."""
-    page_tokens = spec.shape.fit_page_tokens(config.page_tokens)
-    page_bytes = spec.shape.page_elems(page_tokens) * item_bytes
-    num_pages = _given(config, page_bytes)
+def plan_pages(config: EngineConfig, spec: ModelSpec, item_bytes: int, shard: Shard = WHOLE) -> PagePlan:
+    """`item_bytes`: of the model's dtype. Raises InvalidRequest.
+
+    Tokens a page and number of pages are the same for all ranks of a group, bytes may not be.
+    """
+    shapes = [shard_shape(spec.shape, Shard(rank, shard.world)).local for rank in range(shard.world)]
+    page_tokens = max(shape.fit_page_tokens(config.page_tokens) for shape in shapes)
+    all_bytes = [shape.page_elems(page_tokens) * item_bytes for shape in shapes]
+    page_bytes = all_bytes[shard.rank]
+    num_pages = _given(config, max(all_bytes))
     max_model_len = config.max_model_len or spec.max_position_embeddings
     if max_model_len > spec.max_position_embeddings:
         raise InvalidRequest(

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from engine.adapters.disk_cache import DiskCache
 from engine.adapters.disk_writer import DiskWriter
 from engine.adapters.image import AdapterImage, ImageFormat
@@ -26,7 +24,9 @@ from engine.adapters.manager import STALL_FACTOR
 from engine.config import EngineConfig
 from engine.errors import AdapterRefused, InvalidRequest, LorafleetError, Unavailable
 from engine.request import AdapterRef
-from engine.shape import ModelShape
+
+ReadImage = Callable[[str, ImageFormat, Callable[[], None], str | None, DiskWriter | None], AdapterImage]
+"""As `load_image`."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,23 +70,15 @@ class AdapterLoader:
 
     def __init__(
         self,
-        shape: ModelShape,
-        page_elems: int,
-        dtype: torch.dtype,
+        form: ImageFormat,
         config: EngineConfig,
         on_done: Callable[[LoadResult], None],  # called from the loader's threads
         clock: Callable[[], float] = time.monotonic,
-        max_pool_pages: int | None = None,  # that one adapter can have
+        read: ReadImage | None = None,
     ) -> None:
-        self._form = ImageFormat(
-            shape,
-            page_elems,
-            dtype,
-            config.max_rank,
-            max_pool_pages,
-            config.host_cache_bytes,
-            pin_memory=config.device == "cuda",
-        )
+        """`read`: what reads an image, None: load_image."""
+        self._form = form
+        self._read_image: ReadImage = read or load_image
         self._config = config
         self._disk = _open_disk(config)
         self._on_done = on_done
@@ -177,7 +169,7 @@ class AdapterLoader:
             load.progressed = self._clock()
 
         try:
-            image = load_image(load.key.uri, self._form, check, load.key.version, self._disk)
+            image = self._read_image(load.key.uri, self._form, check, load.key.version, self._disk)
         except LorafleetError as error:
             return None, error
         except Exception:

@@ -6,12 +6,13 @@ Only plain Llama checkpoints are accepted; whatever the forward pass would ignor
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import InvalidRequest
 from engine.shape import ModelShape
+from engine.sharding import Shard, shard_shape
 
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
@@ -42,6 +43,11 @@ class ModelSpec:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+
+
+def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
+    """With the shape of what a rank holds."""
+    return replace(spec, shape=shard_shape(spec.shape, shard).local)
 
 
 def load_model_spec(path_or_hub_id: str) -> ModelSpec:

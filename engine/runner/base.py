@@ -44,3 +44,6 @@ class Runner(Protocol):
 
     def collect(self) -> list[SampledToken]:
         """Wait for the oldest step in flight; a token for every chunk of it that samples, in any order."""
+
+    def close(self) -> None:
+        """End what it has started besides itself; no step is in flight."""

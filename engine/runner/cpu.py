@@ -74,6 +74,8 @@ class CpuRunner:
         sampled, self._sampled = self._sampled, []
         return sampled
 
+    def close(self) -> None: ...
+
     def _load(self, image: AdapterImage, slot: int, page_ids: tuple[int, ...]) -> None:
         self._pool[list(page_ids)] = image.pages
         offsets = absolute_offsets(image.tile_offsets, page_ids, self._pool.shape[1])

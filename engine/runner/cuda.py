@@ -203,6 +203,8 @@ class CudaRunner:
     def collect(self) -> list[SampledToken]:
         return self._sampler.collect()
 
+    def close(self) -> None: ...
+
     def _replay(self, chunks: Sequence[ScheduledChunk], num_tokens: int) -> None:
         inputs = self._graph_inputs
         bucket = next(b for b in self._buckets if b >= num_tokens)

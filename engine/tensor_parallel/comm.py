@@ -10,15 +10,23 @@ import torch.distributed as dist
 
 
 class Comm(Protocol):
+    can_be_captured: bool
+    """In a CUDA graph."""
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, on each of them; `x` is used up."""
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """Of each rank its columns, side by side in order of rank: [N, own] -> [N, all]."""
 
+    def least(self, value: int) -> int:
+        """Of all ranks'."""
+
 
 class Alone:
     """A group of one."""
+
+    can_be_captured = True
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -26,19 +34,21 @@ class Alone:
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def least(self, value: int) -> int:
+        return value
+
 
 ALONE = Alone()
 
 
 class Ranks:
-    """The default process group of torch.distributed, which must be initialised."""
+    """The default process group of torch.distributed, which must be initialised: NCCL, or gloo."""
 
-    def __init__(self, widths: Sequence[int], max_rows: int) -> None:
-        """`widths`: columns that each rank gives to `gather_columns`, of at most `max_rows` rows."""
-        self.num_reduced = 0  # sums so far; a captured graph's count once
+    def __init__(self, widths: Sequence[int]) -> None:
+        """`widths`: columns that each rank gives to `gather_columns`."""
+        self.can_be_captured = dist.get_backend() == "nccl"
+        self.num_reduced = 0  # sums so far; those of a captured graph count once
         self._widths = list(widths)
-        self._max_rows = max_rows
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.num_reduced += 1
@@ -46,19 +56,36 @@ class Ranks:
         return x
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        num_rows, width = x.shape
-        widest = max(self._widths)
-        own, gathered = self._gather_buffers(x, widest)
-        own[:num_rows, :width] = x
-        # parts of the same size, since that is what is fast everywhere
-        send = own[:num_rows].view(-1)
-        receive = gathered.view(-1)[: len(self._widths) * len(send)]
-        dist.all_gather_into_tensor(receive, send)
-        parts = receive.view(len(self._widths), num_rows, widest)
-        return torch.cat([part[:, :width] for part, width in zip(parts, self._widths, strict=True)], dim=1)
+        # gloo gathers in host memory only
+        own = x if self.can_be_captured else x.cpu()
+        num_rows, width = own.shape
+        widest = max(self._widths)  # parts of the same size are what all backends can do
+        if width < widest:
+            own = torch.nn.functional.pad(own, (0, widest - width))
+        parts = list(own.new_empty(len(self._widths), num_rows, widest))
+        dist.all_gather(parts, own.contiguous())
+        columns = zip(parts, self._widths, strict=True)
+        return torch.cat([part[:, :width] for part, width in columns], dim=1).to(x.device)
 
-    def _gather_buffers(self, x: torch.Tensor, widest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._buffers is None:
-            own = x.new_zeros(self._max_rows, widest)
-            self._buffers = own, x.new_empty(len(self._widths), self._max_rows, widest)
-        return self._buffers
+    def least(self, value: int) -> int:
+        values = torch.tensor([value], device="cuda" if self.can_be_captured else "cpu")
+        dist.all_reduce(values, dist.ReduceOp.MIN)
+        return int(values)
+
+
+def leave() -> None:
+    """This process may join another group."""
+    dist.destroy_process_group()
+
+
+def join(rank: int, world: int, rendezvous: str, device: str) -> None:
+    """Initialise the default process group; returns when all ranks have. `rendezvous`: a file of theirs."""
+    has_own_gpus = device == "cuda" and torch.cuda.device_count() >= world
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl" if has_own_gpus else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world,
+    )

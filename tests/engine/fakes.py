@@ -61,6 +61,8 @@ class FakeRunner:
     def collect(self) -> list[SampledToken]:
         return self.in_flight.pop(0)
 
+    def close(self) -> None: ...
+
     def _token(self, slot: int) -> int:
         return 0 if slot < 0 else int(self.resident[slot].removeprefix("digest-"))
 

@@ -20,7 +20,7 @@ from engine.adapters.source import describe
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, LorafleetError, ModelNotFound
 from engine.request import AdapterRef
-from tests.engine.adapters.adapter_dirs import BASE_T, FORMAT, PAGE_ELEMS, load, write_adapter
+from tests.engine.adapters.adapter_dirs import FORMAT, load, write_adapter
 from tests.engine.adapters.fake_s3 import FakeS3, serve
 
 URI = "s3://models/sql"
@@ -143,14 +143,14 @@ def test_a_loader_keeps_what_it_read_and_closes_its_writer(fake: FakeS3, disk: D
     results: queue.Queue[LoadResult] = queue.Queue()
     ref = AdapterRef("sql", URI, describe(URI).version)
     for _ in range(2):
-        loader = AdapterLoader(BASE_T, PAGE_ELEMS, torch.float32, config, results.put)
+        loader = AdapterLoader(FORMAT, config, results.put)
         loader.submit(ref)
         image = results.get(timeout=WAIT_S).image
         assert image is not None
         loader.close()
         assert len(disk.weights) == 1
         fake.fail("status", status=404, code="NoSuchKey")
-    loader = AdapterLoader(BASE_T, PAGE_ELEMS, torch.float32, config, results.put)
+    loader = AdapterLoader(FORMAT, config, results.put)
     loader.submit(AdapterRef("sql", URI, "other version"))
     assert isinstance(results.get(timeout=WAIT_S).error, ModelNotFound)
     loader.close()
@@ -160,5 +160,5 @@ def test_a_directory_that_cannot_be_used_is_told_at_once(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     config = EngineConfig(model="unused", disk_cache_dir=str(tmp_path / "file" / "disk"))
     with pytest.raises(InvalidRequest) as caught:
-        AdapterLoader(BASE_T, PAGE_ELEMS, torch.float32, config, lambda result: None)
+        AdapterLoader(FORMAT, config, lambda result: None)
     assert caught.value.param == "disk_cache_dir"

@@ -6,11 +6,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.adapters import loader as loader_module
 from engine.adapters.image import AdapterImage, ImageFormat
@@ -20,7 +20,7 @@ from engine.adapters.manager import STALL_FACTOR
 from engine.config import EngineConfig
 from engine.errors import AdapterRefused, LorafleetError, ModelNotFound, Unavailable
 from engine.request import AdapterRef
-from tests.engine.adapters.adapter_dirs import BASE_T, FORMAT, PAGE_ELEMS, write_adapter
+from tests.engine.adapters.adapter_dirs import FORMAT, write_adapter
 
 WAIT_S = 20.0  # for what must come; a test that passes does not wait so long
 
@@ -70,9 +70,7 @@ class Fleet:
         self.clock = Clock()
         self.results: queue.Queue[LoadResult] = queue.Queue()
         self.loader = AdapterLoader(
-            BASE_T,
-            PAGE_ELEMS,
-            torch.float32,
+            FORMAT,
             EngineConfig(model="unused", **config),
             self.results.put,
             self.clock,
@@ -315,7 +313,7 @@ def test_a_receiver_that_raises_does_not_stop_the_loader(
         raise RuntimeError("receiver")
 
     config = EngineConfig(model="unused", max_parallel_loads=1)
-    loader = AdapterLoader(BASE_T, PAGE_ELEMS, torch.float32, config, on_done)
+    loader = AdapterLoader(FORMAT, config, on_done)
     for name in ("a", "b"):
         loader.submit(AdapterRef(name, name, "1"))
         assert names.get(timeout=WAIT_S) == name
@@ -346,7 +344,7 @@ def test_a_receiver_may_close_the_loader(reads: Reads) -> None:
         loader.close()
         closed.set()
 
-    loader = AdapterLoader(BASE_T, PAGE_ELEMS, torch.float32, EngineConfig(model="unused"), on_done)
+    loader = AdapterLoader(FORMAT, EngineConfig(model="unused"), on_done)
     loader.submit(AdapterRef("a", "a", "1"))
     assert closed.wait(WAIT_S)
 
@@ -354,9 +352,7 @@ def test_a_receiver_may_close_the_loader(reads: Reads) -> None:
 def test_real_adapters_are_loaded_and_refused(tmp_path: Path) -> None:
     """FR-26: the files may have vanished since the name was registered."""
     results: queue.Queue[LoadResult] = queue.Queue()
-    loader = AdapterLoader(
-        BASE_T, PAGE_ELEMS, torch.bfloat16, EngineConfig(model="unused", max_rank=4), results.put
-    )
+    loader = AdapterLoader(replace(FORMAT, max_rank=4), EngineConfig(model="unused"), results.put)
     good = write_adapter(tmp_path / "good", config={"peft_type": "LORA", "r": 8})
     loader.submit(AdapterRef("good", str(good), "1"))
     assert isinstance(results.get(timeout=WAIT_S).error, AdapterRefused)  # rank 8, the limit is 4

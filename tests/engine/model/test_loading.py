@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from engine.errors import InvalidRequest
 from engine.model.loading import LlamaWeights, load_weights
 from engine.model.spec import load_model_spec
+from engine.sharding import Shard, shard_shape
 from tests.tiny import make_llama
 
 
@@ -115,3 +116,24 @@ def test_a_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as error:
         load(tmp_path)
     assert error.value.param == "model"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_hold_all_weights_between_them(tmp_path: Path, tied: bool) -> None:
+    path = make_llama(tmp_path, tie_word_embeddings=tied)
+    spec = load_model_spec(str(path))
+    whole = load_weights(spec, torch.float32)
+    shape, num_ranks = spec.shape, 4
+    parts = [shard_shape(shape, Shard(rank, num_ranks)) for rank in range(num_ranks)]
+    weights = [load_weights(spec, torch.float32, shard=part.shard) for part in parts]
+    for i, layer in enumerate(whole.layers):
+        q, k, v = unpacked(layer.qkv).split([shape.q_size, shape.kv_size, shape.kv_size])
+        gate, up = unpacked(layer.gate_up).chunk(2)
+        for part, held in zip(parts, weights, strict=True):
+            rows = [slice(p.start, p.end) for p in part.parts]
+            expected = torch.cat([q[rows[0]], k[rows[1]], v[rows[2]]])
+            assert torch.equal(unpacked(held.layers[i].qkv), expected)
+            assert torch.equal(unpacked(held.layers[i].o), unpacked(layer.o)[:, rows[3]])
+            assert torch.equal(unpacked(held.layers[i].gate_up), torch.cat([gate[rows[4]], up[rows[5]]]))
+            assert torch.equal(unpacked(held.layers[i].down), unpacked(layer.down)[:, rows[6]])
+    assert torch.equal(torch.cat([unpacked(held.lm_head) for held in weights]), unpacked(whole.lm_head))

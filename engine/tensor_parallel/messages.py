@@ -1,0 +1,54 @@
+"""Frames between rank 0 and the others: a kind, a length, a payload. JSON, or a plan's numbers; no pickle.
+
+rank 0 -> rank   CONFIG [config, rank, rendezvous], then, done in the order of their arrival,
+                 START [request, params, seed, prompt], FINISH [request], STEP plan,
+                 LOAD [number, uri, version], DROP [number]
+rank -> rank 0   READY facts or FAILED error once, then LOADED [number, digest or null, error or null]
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from enum import IntEnum
+from typing import Any
+
+_HEADER = struct.Struct("!BI")
+
+
+class Kind(IntEnum):
+    CONFIG = 0
+    READY = 1
+    FAILED = 2
+    START = 3
+    FINISH = 4
+    STEP = 5
+    LOAD = 6
+    LOADED = 7
+    DROP = 8
+
+
+def encode(kind: Kind, payload: bytes) -> bytes:
+    return _HEADER.pack(kind, len(payload)) + payload
+
+
+def encode_json(kind: Kind, message: Any) -> bytes:
+    return encode(kind, json.dumps(message, separators=(",", ":")).encode())
+
+
+def read(sock: socket.socket) -> tuple[Kind, bytes]:
+    """Blocks. Raises EOFError when the other side is gone."""
+    kind, length = _HEADER.unpack(_read_exactly(sock, _HEADER.size))
+    return Kind(kind), _read_exactly(sock, length)
+
+
+def _read_exactly(sock: socket.socket, size: int) -> bytes:
+    chunks = []
+    while size:
+        chunk = sock.recv(size)
+        if not chunk:
+            raise EOFError
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)

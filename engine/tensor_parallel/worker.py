@@ -1,0 +1,129 @@
+"""A rank of a group but the first: `python -m engine.tensor_parallel.worker FD`, started by `group`.
+
+One thread does what rank 0 does, call by call; adapters are read on threads of their own. The process ends at
+the end of its stream, so with rank 0, however that ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from engine.adapters.image import AdapterImage, ImageFormat
+from engine.adapters.loading import load_image
+from engine.building import BuiltRank, build_rank
+from engine.config import EngineConfig
+from engine.errors import InvalidRequest, LorafleetError
+from engine.sampling_params import SamplingParams
+from engine.sharding import Shard
+from engine.tensor_parallel import messages
+from engine.tensor_parallel.messages import Kind
+from engine.tensor_parallel.plan_wire import PlanDecoder
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    def __init__(self, sock: socket.socket, built: BuiltRank, num_loads: int) -> None:
+        self._sock = sock
+        self._runner = built.runner
+        self._form: ImageFormat = built.form
+        self._decoder = PlanDecoder()
+        self._num_in_flight = 0
+        self._loads = ThreadPoolExecutor(num_loads, thread_name_prefix="adapter-load")
+        self._lock = threading.Lock()  # over what is below, and the sending side
+        self._images: dict[int, AdapterImage] = {}
+        self._dropped: set[int] = set()  # while they were being read
+
+    def run(self) -> None:
+        """Raises EOFError at the end of the stream."""
+        while True:
+            kind, payload = messages.read(self._sock)
+            if kind is Kind.STEP:
+                self._step(payload)
+            else:
+                self._call(kind, json.loads(payload))
+
+    def _step(self, payload: bytes) -> None:
+        plan = self._decoder.decode(payload)
+        images = {load.digest: self._images[int(load.digest)] for load in plan.loads}
+        self._runner.submit(plan, images)
+        self._num_in_flight += 1
+        # as EngineCore does
+        while self._num_in_flight >= (self._runner.max_in_flight if plan.chunks else 1):
+            self._runner.collect()
+            self._num_in_flight -= 1
+
+    def _call(self, kind: Kind, message: list[Any]) -> None:
+        match kind:
+            case Kind.START:
+                number, params, seed, prompt = message
+                self._runner.start(str(number), SamplingParams.from_dict(params), seed, tuple(prompt))
+            case Kind.FINISH:
+                self._decoder.forget(message[0])
+                self._runner.finish(str(message[0]))
+            case Kind.LOAD:
+                self._loads.submit(self._load, *message)
+            case Kind.DROP:
+                self._drop(message[0])
+            case _:
+                raise AssertionError(kind)
+
+    def _load(self, number: int, uri: str, version: str | None) -> None:
+        digest, error = None, None
+        try:
+            image = load_image(uri, self._form, version=version)
+        except LorafleetError as e:
+            error = e.to_dict()
+        except Exception:
+            logger.exception("reading a part of %s failed", uri)
+            error = LorafleetError("internal error while the adapter was loaded").to_dict()
+        else:
+            digest = image.digest
+        with self._lock:
+            if number in self._dropped:
+                self._dropped.remove(number)
+            elif error is None:
+                self._images[number] = image
+            self._sock.sendall(messages.encode_json(Kind.LOADED, [number, digest, error]))
+
+    def _drop(self, number: int) -> None:
+        """Rank 0 has freed its part, or could not read it."""
+        with self._lock:
+            if self._images.pop(number, None) is None:
+                self._dropped.add(number)
+
+
+def main() -> None:
+    # Ctrl-C reaches the whole process group; rank 0 decides when this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    assert array("i").itemsize == 4
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    _, payload = messages.read(sock)
+    settings, rank, rendezvous = json.loads(payload)
+    config = EngineConfig(**settings)
+    try:
+        built = build_rank(config, Shard(rank, config.tensor_parallel_size), rendezvous)
+    except (LorafleetError, ValueError, OSError) as error:
+        refusal = error if isinstance(error, LorafleetError) else InvalidRequest(str(error), param="model")
+        sock.sendall(messages.encode_json(Kind.FAILED, refusal.to_dict()))
+        return
+    sock.sendall(messages.encode_json(Kind.READY, {"num_pages": built.geometry.num_pages}))
+    try:
+        Worker(sock, built, config.max_parallel_loads).run()
+    except EOFError:
+        # threads may hang in a read; nothing of theirs needs to be finished
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
