@@ -90,8 +90,9 @@ class Admission:
 
     def _load(self, digest: str, num_pages: int, needed: Needed) -> ResidentAdapter:
         adapter = self._memory.load_adapter(digest, num_pages, needed, self._now)
-        adapter.ready_at = self._copies.add(num_pages, self._now)
         after_steps = self._memory.is_busy(adapter.page_ids)
+        begins_at = self._starts_at if after_steps and self._starts_at < math.inf else self._now
+        adapter.ready_at = self._copies.add(num_pages, begins_at)
         self.loads.append(AdapterLoad(digest, adapter.slot, adapter.page_ids, after_steps))
         return adapter
 

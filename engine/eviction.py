@@ -29,7 +29,7 @@ class ReloadCosts:
     """Seconds. Measured for pages of 2 MiB and an 8B model on an H200; only their ratios matter."""
 
     copy_page_s: float = 2 * 2**20 / 50e9  # from pinned host memory
-    copy_s: float = 5e-3  # for any copy: its request misses a step
+    copy_s: float = 1e-3  # for any copy; most of one hides behind the step in flight
     read_page_s: float = 2 * 2**20 / 1e9  # from S3
     read_s: float = 50e-3
     prefill_page_s: float = 16 / 40e3  # compute the KV of a page

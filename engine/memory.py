@@ -149,33 +149,45 @@ class PoolMemory:
         return (a for a in self.residency.idle() if a.digest not in needed.older)
 
     def _cheapest_adapter(self, needed: Needed) -> ResidentAdapter | None:
-        """The one of the least worth, of those that nobody waits for if there are any."""
+        """The one of the least worth, of those that nobody waits for if there are any.
+
+        Next come those that the steps in flight may read: a copy to their pages would have to wait.
+        """
         queued: ResidentAdapter | None = None
+        busy: ResidentAdapter | None = None
         for adapter in self._evictable(needed):
-            if adapter.digest in needed.any:
-                queued = queued or adapter
-            elif self.residency.revalue(adapter):
+            is_queued = adapter.digest in needed.any
+            is_busy = adapter.last_used >= self._planned_at
+            if queued if is_queued else is_busy and busy:
+                continue
+            if self.residency.revalue(adapter):
                 return self._cheapest_adapter(needed)  # each round mends one worth
-            else:
+            if not is_queued and not is_busy:
                 return adapter
-        return queued
+            if is_queued:
+                queued = adapter
+            else:
+                busy = adapter
+        return busy or queued
 
     def _evict_cheapest(self, needed: Needed) -> None:
         leaf = self.prefix.oldest_evictable()
         adapter = self._cheapest_adapter(needed)
-        if adapter is not None and (
-            leaf is None
-            or (
-                adapter.digest not in needed.any
-                and adapter.worth < self.order.prefix_page(leaf.last_used, self.prefix.reuse)
-            )
-        ):
+        if adapter is not None and (leaf is None or self._yields_before(adapter, leaf, needed)):
             leaf = self.prefix.oldest_leaf(adapter.digest)
             if leaf is None:
                 self.evict_adapter(adapter.digest, EvictionCause.PAGES)
                 return
         assert leaf is not None, "the caller asks `can_take` first"
         self._free_prefix_pages([self.prefix.evict(leaf)], leaf.last_used)
+
+    def _yields_before(self, adapter: ResidentAdapter, leaf: PrefixNode, needed: Needed) -> bool:
+        if adapter.digest in needed.any:
+            return False
+        is_leaf_busy, is_adapter_busy = (x.last_used >= self._planned_at for x in (leaf, adapter))
+        if is_leaf_busy != is_adapter_busy:
+            return is_leaf_busy
+        return adapter.worth < self.order.prefix_page(leaf.last_used, self.prefix.reuse)
 
     def _free_prefix_pages(self, page_ids: list[int], last_used: float) -> None:
         self.give_back(PREFIX_OWNER, tuple(page_ids), last_used)

@@ -7,6 +7,7 @@ One pool serves three kinds of owner, so that memory moves between them under lo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
@@ -33,8 +34,9 @@ class OutOfPages(Exception):
 class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        # a stack: the page freed last is reused first, while it is warm in the cache
-        self._free = list(range(num_pages - 1, -1, -1))
+        # KV gets the page freed last, while it is warm in the cache; an adapter the one freed first, which no
+        # step in flight touches any more, so that its copy need not wait
+        self._free = deque(range(num_pages - 1, -1, -1))
         self._owner: list[Owner | None] = [None] * num_pages
         self._num_used = dict.fromkeys(PageKind, 0)
 
@@ -52,7 +54,8 @@ class PagePool:
         """Take all the pages or none. Raises OutOfPages and changes nothing if they do not suffice."""
         if not self.can_allocate(num_pages):
             raise OutOfPages(f"{num_pages} pages wanted, {len(self._free)} free")
-        page_ids = tuple(self._free.pop() for _ in range(num_pages))
+        take = self._free.popleft if owner.kind is PageKind.ADAPTER else self._free.pop
+        page_ids = tuple(take() for _ in range(num_pages))
         for page_id in page_ids:
             self._owner[page_id] = owner
         self._num_used[owner.kind] += num_pages

@@ -46,6 +46,7 @@ class NaiveMemory:
     policy: Policy
     in_host: set[str]
     num_inserted: int = 0
+    planned_at: float = -math.inf
     num_free: int = NUM_PAGES
     adapters: dict[str, NaiveAdapter] = field(default_factory=dict)
     prefixes: list[NaivePrefix] = field(default_factory=list)
@@ -71,9 +72,18 @@ class NaiveMemory:
         return math.log2(2.0 ** (prefix.last_used / HALF_LIFE_S) * COSTS.prefill_page_s * reuse)
 
     def idle(self, needed: Needed) -> list[str]:
-        """Cheapest first."""
+        """Cheapest first; behind them those that the step in flight may read, then the queued ones."""
         idle = [d for d, a in self.adapters.items() if a.num_leases == 0 and d not in needed.older]
-        return sorted(idle, key=lambda d: (d in needed.any, round(self.worth(d), 9), d))
+
+        def key(digest: str) -> tuple[bool, bool, float, str]:
+            is_queued = digest in needed.any
+            is_busy = self.last_used(digest) >= self.planned_at
+            return is_queued, is_busy and not is_queued, round(self.worth(digest), 9), digest
+
+        return sorted(idle, key=key)
+
+    def last_used(self, digest: str) -> float:
+        return self.uses[digest][-1][0]
 
     def oldest_prefix(self, namespace: str | None = None) -> NaivePrefix | None:
         unused = [p for p in self.prefixes if not p.in_use and namespace in (None, p.namespace)]
@@ -89,9 +99,7 @@ class NaiveMemory:
         prefix = self.oldest_prefix()
         digest = next(iter(self.idle(needed)), None)
         # a queued adapter goes after every prefix; another one if it is worth less than all of them
-        if digest and not (
-            prefix and (digest in needed.any or self.worth_of_prefix(prefix) <= self.worth(digest) + 1e-9)
-        ):
+        if digest and (prefix is None or self.yields_before(digest, prefix, needed)):
             prefix = self.oldest_prefix(digest)
             if prefix is None:
                 self.evict(digest, EvictionCause.PAGES)
@@ -102,6 +110,14 @@ class NaiveMemory:
             if prefix.num_pages == 0:
                 self.prefixes.remove(prefix)
         return prefix is not None
+
+    def yields_before(self, digest: str, prefix: NaivePrefix, needed: Needed) -> bool:
+        if digest in needed.any:
+            return False
+        is_busy = self.last_used(digest) >= self.planned_at
+        if is_busy != (prefix.last_used >= self.planned_at):
+            return not is_busy
+        return self.worth(digest) + 1e-9 < self.worth_of_prefix(prefix)
 
     def take(self, num_pages: int, needed: Needed) -> bool:
         while self.num_free < num_pages:
@@ -194,7 +210,8 @@ class Comparison:
             self.naive.in_host.discard(self.rng.choice(list(ADAPTER_PAGES)))
         self.rng.choices((self.load, self.start, self.finish), weights=(3, 4, 4))[0]()
         self.memory.check_invariants()
-        evictions, _ = self.memory.drain_changes(now=0.0)
+        evictions, _ = self.memory.drain_changes(self.now)
+        self.naive.planned_at = self.now
         assert [(e.digest, e.cause) for e in evictions] == self.naive.evicted
         self.naive.evicted = []
         assert self.memory.pool.num_free == self.naive.num_free
@@ -260,6 +277,18 @@ def test_prefix_pages_go_before_an_adapter_that_is_worth_less_than_they_are() ->
         assert memory.prefix.num_pages == num_prefix_pages
         assert (memory.residency.get("a") is not None) == has_adapter
     memory.check_invariants()
+
+
+@pytest.mark.parametrize("is_adapter_busy", [False, True])
+def test_what_the_step_in_flight_may_read_yields_last(is_adapter_busy: bool) -> None:
+    """A copy to its pages would have to wait for the step."""
+    memory = PoolMemory(5, PAGE, num_slots=2)
+    cached(memory, "", 2, last_used=0.0 if is_adapter_busy else 9.0)
+    resident(memory, "a", 2, last_used=9.0 if is_adapter_busy else 0.0)
+    memory.drain_changes(now=8.0)
+    memory.take(OWNER, 3, NOBODY)
+    assert (memory.residency.get("a") is not None) == is_adapter_busy
+    assert memory.prefix.num_pages == (0 if is_adapter_busy else 2)
 
 
 def test_an_adapter_takes_its_prefix_pages_along() -> None:

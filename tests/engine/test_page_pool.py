@@ -63,9 +63,10 @@ def test_a_page_is_freed_and_given_away_by_its_owner_only() -> None:
     assert pool.num_free == 4
 
 
-def test_the_page_freed_last_is_reused_first() -> None:
+def test_kv_gets_the_page_freed_last_and_an_adapter_the_one_freed_first() -> None:
     pool = PagePool(4)
-    (first, second) = pool.allocate(SEQUENCE, 2)
-    pool.free(SEQUENCE, [second])
-    pool.free(SEQUENCE, [first])
-    assert pool.allocate(ADAPTER, 1) == (first,)
+    pages = pool.allocate(SEQUENCE, 4)
+    for page_id in pages:
+        pool.free(SEQUENCE, [page_id])
+    assert pool.allocate(SEQUENCE, 1) == pages[3:]
+    assert pool.allocate(ADAPTER, 2) == pages[:2]
