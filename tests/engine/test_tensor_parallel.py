@@ -131,7 +131,7 @@ def test_four_ranks_share_two_kv_heads(tmp_path: Path) -> None:
 def test_a_small_pool_evicts_on_all_ranks_and_dropped_images_go_everywhere(tmp_path: Path) -> None:
     setup = Setup(tmp_path, "2 KV heads, untied")
     engine = setup.engine(
-        2, num_pages=40, max_adapters=3, max_num_seqs=4, max_num_batched_tokens=32, host_cache_bytes=250_000
+        2, num_pages=40, max_adapters=3, max_num_seqs=4, max_num_batched_tokens=32, host_cache_bytes=160_000
     )
     for _ in range(2):
         for ours, alone in zip(outputs(engine, GREEDY), setup.greedy, strict=True):
