@@ -171,9 +171,10 @@ class PoolMemory:
         return busy or queued
 
     def _evict_cheapest(self, needed: Needed) -> None:
-        leaf = self.prefix.oldest_evictable()
+        cheapest = self.prefix.cheapest_leaf(self.order.prefix_page)
+        leaf = cheapest[1] if cheapest else None
         adapter = self._cheapest_adapter(needed)
-        if adapter is not None and (leaf is None or self._yields_before(adapter, leaf, needed)):
+        if adapter is not None and (cheapest is None or self._yields_before(adapter, *cheapest, needed)):
             leaf = self.prefix.oldest_leaf(adapter.digest)
             if leaf is None:
                 self.evict_adapter(adapter.digest, EvictionCause.PAGES)
@@ -181,13 +182,15 @@ class PoolMemory:
         assert leaf is not None, "the caller asks `can_take` first"
         self._free_prefix_pages([self.prefix.evict(leaf)], leaf.last_used)
 
-    def _yields_before(self, adapter: ResidentAdapter, leaf: PrefixNode, needed: Needed) -> bool:
+    def _yields_before(
+        self, adapter: ResidentAdapter, leaf_worth: float, leaf: PrefixNode, needed: Needed
+    ) -> bool:
         if adapter.digest in needed.any:
             return False
         is_leaf_busy, is_adapter_busy = (x.last_used >= self._planned_at for x in (leaf, adapter))
         if is_leaf_busy != is_adapter_busy:
             return is_leaf_busy
-        return adapter.worth < self.order.prefix_page(leaf.last_used, self.prefix.reuse)
+        return adapter.worth < leaf_worth
 
     def _free_prefix_pages(self, page_ids: list[int], last_used: float) -> None:
         self.give_back(PREFIX_OWNER, tuple(page_ids), last_used)

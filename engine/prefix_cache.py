@@ -6,13 +6,18 @@ of it, must never match.
 
 A node in use keeps all its ancestors in use, so every unused node has an unused subtree and can be evicted
 leaf by leaf.
+
+Most pages are of prompts that never come back, and a few of system prompts that come back all the time. So
+nodes that were found once are kept apart from those that never were, and each kind counts how often it is
+found (segmented LRU).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 
 _REUSE_WINDOW = 1 << 14
 """Pages after which the counts of reuse are halved."""
@@ -26,7 +31,28 @@ class PrefixNode:
     parent: PrefixNode | None  # None: the root, which has no page
     children: dict[tuple[int, ...], PrefixNode] = field(default_factory=dict)
     num_users: int = 0
+    was_found: bool = False  # by a request that came later; then its ancestors were, too
     last_used: float = 0.0
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Nodes of one kind."""
+
+    unused: OrderedDict[PrefixNode, None] = field(default_factory=OrderedDict)
+    num_entered: int = 1
+    num_found: int = 1  # how often one of them was found
+
+    @property
+    def reuse(self) -> float:
+        """How often one is found, on average, before it goes."""
+        return self.num_found / self.num_entered
+
+    def enter(self) -> None:
+        self.num_entered += 1
+        if self.num_entered > _REUSE_WINDOW:
+            self.num_entered //= 2
+            self.num_found = max(1, self.num_found // 2)
 
 
 class PrefixCache:
@@ -36,9 +62,9 @@ class PrefixCache:
         self.page_tokens = page_tokens
         self._roots: dict[str, PrefixNode] = {}
         self._num_nodes = 0
-        self._num_inserted = self._num_reused = 1
-        # by last use, and children before their parent: the first one is a leaf
-        self._unused: OrderedDict[PrefixNode, None] = OrderedDict()
+        # each by last use, and children before their parent
+        self._new = _Segment()
+        self._found = _Segment()
 
     @property
     def num_pages(self) -> int:
@@ -46,16 +72,11 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        return len(self._unused)
+        return len(self._new.unused) + len(self._found.unused)
 
     @property
     def namespaces(self) -> tuple[str, ...]:
         return tuple(self._roots)
-
-    @property
-    def reuse(self) -> float:
-        """Pages found again for each page that was put in, of late."""
-        return self._num_reused / self._num_inserted
 
     def match(self, namespace: str, token_ids: Sequence[int], num_tokens: int) -> list[PrefixNode]:
         """The longest chain of cached full pages within the first `num_tokens`. Modifies nothing."""
@@ -85,17 +106,17 @@ class PrefixCache:
         node = PrefixNode(namespace, tokens, page_id, above, num_users=1)
         above.children[tokens] = node
         self._num_nodes += 1
-        self._num_inserted += 1
-        if self._num_inserted > _REUSE_WINDOW:
-            self._num_inserted = self._num_inserted // 2
-            self._num_reused = max(1, self._num_reused // 2)
+        self._new.enter()
         return node
 
     def acquire(self, nodes: Sequence[PrefixNode]) -> None:
         """`nodes` go from the root downwards, without gaps below those that the caller holds already."""
         for node in nodes:
             self._acquire(node)
-        self._num_reused += len(nodes)
+            self._segment(node).num_found += 1
+            if not node.was_found:
+                node.was_found = True
+                self._found.enter()
 
     def release(self, nodes: Sequence[PrefixNode], now: float) -> None:
         """All that one request holds, from the root downwards."""
@@ -104,18 +125,31 @@ class PrefixCache:
             node.num_users -= 1
             node.last_used = now
             if node.num_users == 0:
-                self._unused[node] = None
+                self._segment(node).unused[node] = None
+
+    def cheapest_leaf(self, worth: Callable[[float, float], float]) -> tuple[float, PrefixNode] | None:
+        """An unused leaf that may go first, and its worth, a function of its last use and of how often pages
+        of its kind are found again."""
+        heads = [
+            (worth(head.last_used, segment.reuse), head)
+            for segment in (self._new, self._found)
+            if (head := next(iter(segment.unused), None)) is not None
+        ]
+        if not heads:
+            return None
+        # of equals the one that was never found: it may be the other's child
+        least, node = min(heads, key=itemgetter(0))
+        return least, _oldest_leaf(node)
 
     def oldest_evictable(self) -> PrefixNode | None:
         """The unused leaf that was used longest ago, or None."""
-        return next(iter(self._unused), None)
+        found = self.cheapest_leaf(lambda last_used, _: last_used)
+        return None if found is None else found[1]
 
     def oldest_leaf(self, namespace: str) -> PrefixNode | None:
         """Of a namespace that nobody uses: the leaf below those used longest ago, or None."""
-        node = self._roots.get(namespace)
-        while node is not None and node.children:
-            node = min(node.children.values(), key=_last_used)
-        return node
+        root = self._roots.get(namespace)
+        return None if root is None else _oldest_leaf(root)
 
     def evict(self, node: PrefixNode) -> int:
         """Remove an unused leaf; the page is the caller's again."""
@@ -123,7 +157,7 @@ class PrefixCache:
         assert not node.children
         parent = node.parent
         assert parent is not None
-        del self._unused[node]
+        del self._segment(node).unused[node]
         del parent.children[node.tokens]
         self._num_nodes -= 1
         if parent.parent is None and not parent.children:
@@ -141,22 +175,29 @@ class PrefixCache:
         assert len(nodes) == self._num_nodes
         pages = [n.page_id for n in nodes]
         assert len(set(pages)) == len(pages), "two nodes share a page"
-        assert {n for n in nodes if n.num_users == 0} == set(self._unused)
-        position = {n: i for i, n in enumerate(self._unused)}
-        times = [n.last_used for n in self._unused]
-        assert times == sorted(times)
+        position: dict[PrefixNode, int] = {}
+        for segment in (self._new, self._found):
+            kind = {n for n in nodes if n.num_users == 0 and self._segment(n) is segment}
+            assert kind == set(segment.unused)
+            position |= {n: i for i, n in enumerate(segment.unused)}
+            times = [n.last_used for n in segment.unused]
+            assert times == sorted(times)
         for node in nodes:
             assert node.parent is not None
             assert node.parent.children[node.tokens] is node
             is_top = node.parent.parent is None
             assert is_top or node.num_users <= node.parent.num_users
-            if node in position:
-                assert is_top or position[node] < position.get(node.parent, len(position))
+            assert is_top or node.parent.was_found or not node.was_found
+            if node in position and not is_top and node.parent.was_found == node.was_found:
+                assert position[node] < position.get(node.parent, len(position))
 
     def _acquire(self, node: PrefixNode) -> None:
         if node.num_users == 0:
-            del self._unused[node]
+            del self._segment(node).unused[node]
         node.num_users += 1
+
+    def _segment(self, node: PrefixNode) -> _Segment:
+        return self._found if node.was_found else self._new
 
     def _walk(self, namespace: str) -> Iterator[PrefixNode]:
         root = self._roots.get(namespace)
@@ -167,5 +208,7 @@ class PrefixCache:
             stack.extend(node.children.values())
 
 
-def _last_used(node: PrefixNode) -> float:
-    return node.last_used
+def _oldest_leaf(node: PrefixNode) -> PrefixNode:
+    while node.children:
+        node = min(node.children.values(), key=attrgetter("last_used"))
+    return node

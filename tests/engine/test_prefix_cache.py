@@ -210,24 +210,57 @@ def test_a_prefix_that_is_used_for_ever_costs_no_memory() -> None:
     assert num_bytes < 8192
 
 
-def test_reuse_is_what_was_found_again_for_each_page_put_in() -> None:
+def by_reuse(_: float, reuse: float) -> float:
+    return reuse
+
+
+def test_pages_that_were_found_are_kept_apart_from_those_that_never_were() -> None:
     cache = PrefixCache(PAGE)
-    nodes = [cache.insert("", None, (i,) * PAGE, i) for i in range(99)]
-    cache.release(nodes, now=0.0)
-    low = cache.reuse
-    assert low == pytest.approx(0.01)
-    for _ in range(49):
-        cache.acquire(nodes[:1])
-    assert cache.reuse == pytest.approx(0.5)
-    cache.insert("", None, (0,) * PAGE, 100)  # computed twice
-    assert cache.reuse == pytest.approx(0.5)
+    system = cache.insert("", None, (0,) * PAGE, 0)
+    for i in range(1, 10):
+        own = cache.insert("", system, (i,) * PAGE, i)
+        cache.release([system, own], now=float(i))
+        cache.acquire([system])
+    cache.release([system], now=10.0)
+    reuse, leaf = cache.cheapest_leaf(by_reuse) or (0.0, None)
+    assert leaf is not None
+    assert leaf.page_id == 1
+    assert reuse == pytest.approx((1 + 1) / (1 + 10))  # of ten new pages one was found
+    for page_id in range(1, 10):
+        assert (leaf := cache.oldest_evictable()) is not None
+        assert cache.evict(leaf) == page_id
+    reuse, leaf = cache.cheapest_leaf(by_reuse) or (0.0, None)
+    assert leaf is system
+    assert reuse == pytest.approx((1 + 8) / (1 + 1))
+    cache.check_invariants()
+
+
+def test_a_page_that_was_found_goes_after_the_pages_below_it() -> None:
+    cache = PrefixCache(PAGE)
+    top = cache.insert("", None, (0,) * PAGE, 0)
+    cache.release([top], now=0.0)
+    cache.acquire([top])
+    below = cache.insert("", top, (1,) * PAGE, 1)
+    cache.release([top, below], now=1.0)
+    for worth in (by_reuse, lambda last_used, reuse: -reuse, lambda last_used, reuse: last_used):
+        found = cache.cheapest_leaf(worth)
+        assert found is not None
+        assert found[1] is below
+
+
+def test_a_page_that_is_computed_twice_was_not_found() -> None:
+    cache = PrefixCache(PAGE)
+    for now in (0.0, 1.0):
+        cache.release([cache.insert("", None, (0,) * PAGE, 0)], now)
+    assert cache.cheapest_leaf(by_reuse) is not None
+    assert not cache.oldest_evictable().was_found  # type: ignore[union-attr]
 
 
 def test_reuse_of_long_ago_fades() -> None:
     cache = PrefixCache(PAGE)
-    node = cache.insert("", None, (0,) * PAGE, 0)
-    for _ in range(1000):
-        cache.acquire([node])
+    for i in range(1000):
+        cache.acquire([cache.insert("", None, (i,) * PAGE, i)])
     for i in range(100_000):
-        cache.insert("", None, (i + 1,) * PAGE, i + 1)
-    assert cache.reuse < 0.01
+        cache.insert("", None, (-i,) * PAGE, 1000 + i)
+    cache.release([cache.insert("a", None, (0,) * PAGE, -1)], now=0.0)
+    assert (cache.cheapest_leaf(by_reuse) or (1.0,))[0] < 0.01
