@@ -11,7 +11,7 @@ from engine.adapters.reader import FileReader
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 2.0
 
 
 class DiskWriter:

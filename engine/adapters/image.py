@@ -115,9 +115,8 @@ def fill_pages(checkpoint: AdapterCheckpoint, plan: ImagePlan, pages: torch.Tens
     for page, free in zip(pages, plan.free, strict=True):
         page[len(page) - free :] = 0
     elements = _bits(pages.view(-1))
-    for module in sorted(
-        checkpoint.modules, key=lambda m: max(m.lora_a.stop, m.lora_b.stop)
-    ):  # as they arrive
+    by_arrival = sorted(checkpoint.modules, key=lambda m: max(m.lora_a.stop, m.lora_b.stop))
+    for module in by_arrival:
         for side, entry in enumerate((module.lora_a, module.lora_b)):
             tensor = _part(checkpoint.tensor(entry), plan.sharded.parts[module.projection], side)
             source = _bits(tensor.to(pages.dtype))

@@ -62,7 +62,6 @@ class _Load:
     started: float = 0.0
     progressed: float = 0.0
     is_over: bool = False
-    thread: threading.Thread | None = None
 
 
 class AdapterLoader:
@@ -88,7 +87,8 @@ class AdapterLoader:
         self._loads: dict[_Key, _Load] = {}  # queued and running
         self._running: list[_Load] = []
         self._failures: dict[_Key, _Failure] = {}
-        self._watcher: threading.Thread | None = None  # while loads run
+        self._is_watched = False  # while loads run
+        self._threads: set[threading.Thread] = set()
         self._closed = threading.Event()
 
     def submit(self, ref: AdapterRef) -> None:
@@ -104,7 +104,7 @@ class AdapterLoader:
             failure = self._failures.get(key)
             if failure is not None and self._clock() < failure.until:
                 result = LoadResult(ref, None, failure.error, 0.0)
-                _start_thread(self._hand_over, [result])
+                self._start_thread(self._hand_over, [result])
                 return
             load = _Load(key, [ref])
             self._loads[key] = load
@@ -120,15 +120,14 @@ class AdapterLoader:
         """No result is handed over any more. Reads end soon, or are given up."""
         with self._lock:
             self._closed.set()
-            threads = [load.thread for load in self._running] + [self._watcher]
+            threads = self._threads - {threading.current_thread()}
             for load in self._running:
                 load.is_over = True
             self._loads.clear()
             self._queue.clear()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in threads:
-            if thread is not None and thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         if self._disk is not None:
             self._disk.close()
 
@@ -140,17 +139,18 @@ class AdapterLoader:
             load = self._queue.popleft()
             load.started = load.progressed = now
             self._running.append(load)
-            load.thread = _start_thread(self._run, load)
+            self._start_thread(self._run, load)
             num_moving += 1
-        if self._running and self._watcher is None:
-            self._watcher = _start_thread(self._watch)
+        if self._running and not self._is_watched:
+            self._is_watched = True
+            self._start_thread(self._watch)
 
     def _watch(self) -> None:
         """End loads at their deadline; start others while some stall."""
         while not self._closed.wait(_TICK_S):
             with self._lock:
                 if not self._running:
-                    self._watcher = None
+                    self._is_watched = False
                     return
                 limit = self._config.load_timeout_s
                 late = [load for load in self._running if self._clock() - load.started >= limit]
@@ -197,6 +197,19 @@ class AdapterLoader:
         ttl = REFUSAL_TTL_S if isinstance(error, AdapterRefused) else FAILURE_TTL_S
         self._failures[key] = _Failure(error, now + ttl)
 
+    def _start_thread(self, target: Callable[..., None], *args: object) -> None:
+        def run() -> None:
+            try:
+                target(*args)
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        # a daemon: a read that is stuck must not keep the process alive
+        thread = threading.Thread(target=run, name="adapter-load", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
     def _hand_over(self, results: list[LoadResult]) -> None:
         for result in results:
             try:
@@ -215,13 +228,6 @@ def _open_disk(config: EngineConfig) -> DiskWriter | None:
             f"disk_cache_dir cannot be used: {error.strerror}", param="disk_cache_dir"
         ) from error
     return DiskWriter(cache, config.max_parallel_loads)
-
-
-def _start_thread(target: Callable[..., None], *args: object) -> threading.Thread:
-    # a daemon: a read that is stuck must not keep the process alive
-    thread = threading.Thread(target=target, args=args, name="adapter-load", daemon=True)
-    thread.start()
-    return thread
 
 
 def _named(image: AdapterImage | None, ref: AdapterRef) -> AdapterImage | None:

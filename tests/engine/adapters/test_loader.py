@@ -269,17 +269,25 @@ def test_a_load_beyond_its_deadline_fails_and_its_place_is_free(
 ) -> None:
     """FR-34, FR-64: also while its thread is stuck in a read."""
     fleet = make_fleet(max_parallel_loads=1, load_timeout_s=10.0)
-    reads.block("stuck")
-    fleet.submit("stuck")
+    stuck = [f"stuck{index}" for index in range(STALL_FACTOR)]  # all that may run, the stalled included
+    for name in stuck:
+        reads.block(name)
+        fleet.submit(name)
+        assert reads.started.get(timeout=WAIT_S) == name
+        fleet.clock.now += STALLED_S
     fleet.submit("next")
+    fleet.assert_silent()
     fleet.clock.now += 10.0
-    result = fleet.result()
-    assert result.ref.name == "stuck"
-    assert isinstance(result.error, Unavailable)
-    assert result.error.retry_after_s is not None
-    assert fleet.result().ref.name == "next"
-    reads.gates["stuck"].set()
-    assert reads.given_up.get(timeout=WAIT_S) == "stuck"
+    results = [fleet.result() for _ in range(STALL_FACTOR + 1)]
+    (after,) = [result for result in results if result.error is None]
+    assert after.ref.name == "next"
+    for result in results:
+        if result is not after:
+            assert isinstance(result.error, Unavailable)
+            assert result.error.retry_after_s is not None
+    for name in stuck:
+        reads.gates[name].set()
+    assert {reads.given_up.get(timeout=WAIT_S) for _ in stuck} == set(stuck)
     fleet.assert_silent()
 
 

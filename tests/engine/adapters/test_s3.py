@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import logging
+import queue
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +12,22 @@ import pytest
 import torch
 
 from engine.adapters import s3
+from engine.adapters.loader import AdapterLoader, LoadResult
 from engine.adapters.reader import MIN_CHUNK_BYTES
 from engine.adapters.s3 import S3Source
 from engine.adapters.source import describe, open_reader, open_source, read_adapter_files
+from engine.config import EngineConfig
 from engine.errors import AccessDenied, InvalidRequest, LorafleetError, ModelNotFound, Unavailable
-from tests.engine.adapters.adapter_dirs import BASE_T, load, lora_tensors, tensor_name, unpack, write_adapter
+from engine.request import AdapterRef
+from tests.engine.adapters.adapter_dirs import (
+    BASE_T,
+    FORMAT,
+    load,
+    lora_tensors,
+    tensor_name,
+    unpack,
+    write_adapter,
+)
 from tests.engine.adapters.fake_s3 import FakeS3, serve
 from tests.engine.adapters.faults import FaultKind
 
@@ -342,6 +355,20 @@ def test_no_log_tells_credentials_or_signatures(
     assert "urllib3" in caplog.text  # so everything was
     for secret in (SECRET, "some-key-id", "Signature", "Authorization"):
         assert secret not in caplog.text
+
+
+def test_a_source_that_is_late_delays_no_other(fake: FakeS3) -> None:
+    """FR-34."""
+    fake.fail("late", WEIGHTS, seconds=2.0)
+    results: queue.Queue[LoadResult] = queue.Queue()
+    loader = AdapterLoader(FORMAT, EngineConfig(model="unused", max_parallel_loads=1), results.put)
+    for name in ("sql", "b"):
+        loader.submit(AdapterRef(name, f"s3://models/adapters/{name}", "1"))
+    result = results.get(timeout=10.0)
+    assert result.ref.name == "b"
+    assert result.image is not None
+    loader.close()
+    assert not any(thread.name.startswith("adapter-") for thread in threading.enumerate())
 
 
 def test_connections_are_used_again(fake: FakeS3) -> None:
