@@ -34,6 +34,7 @@ import torch
 from engine.config import EngineConfig
 from engine.request import GenerateRequest
 from engine.runner.cuda import CudaRunner
+from engine.shape import ModelShape
 from load_tests.random_engine import PAGE_TOKENS, SHAPE, SPEC, RandomEngine, random_weights
 
 NUM_ADAPTERS = 64
@@ -96,12 +97,14 @@ GOALS = {
 
 
 class Bench:
-    def __init__(self, runner: CudaRunner, config: EngineConfig, case: Case) -> None:
+    def __init__(
+        self, runner: CudaRunner, config: EngineConfig, case: Case, shape: ModelShape = SHAPE
+    ) -> None:
+        """`shape`: of this rank's part of the model."""
         self.case = case
         self._names = [f"{case.name}/{i}" for i in range(len(case.ranks))]
-        self._engine = RandomEngine(
-            runner, config, NUM_PAGES, MAX_MODEL_LEN, dict(zip(self._names, case.ranks, strict=True))
-        )
+        ranks = dict(zip(self._names, case.ranks, strict=True))
+        self._engine = RandomEngine(runner, config, NUM_PAGES, MAX_MODEL_LEN, ranks, shape)
         self.core = self._engine.core
         self._engine.read(self._names)
         self._num_runs = 0

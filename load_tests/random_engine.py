@@ -23,7 +23,7 @@ from engine.request import AdapterRef, GenerateRequest
 from engine.runner.cuda import CudaRunner
 from engine.sampling_params import SamplingParams
 from engine.shape import NUM_PROJECTIONS, ModelShape
-from engine.sharding import WHOLE, shard_shape
+from engine.sharding import WHOLE, Shard, shard_shape
 
 SHAPE = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
 SPEC = ModelSpec("random", SHAPE, 1e-5, RopeSpec(500_000.0), False, 8192, (), None)
@@ -35,13 +35,14 @@ class HostLoader:
     """Stands for S3: makes adapters of random weights, outside of what is timed."""
 
     ranks: dict[str, int]
+    shape: ModelShape
     done: list[LoadResult] = field(default_factory=list)
     _images: dict[int, AdapterImage] = field(default_factory=dict)
 
     def submit(self, ref: AdapterRef) -> None:
         rank = self.ranks[ref.name]
         if rank not in self._images:
-            self._images[rank] = random_image(rank)
+            self._images[rank] = random_image(rank, self.shape)
         # equal bytes under another digest: pages of their own in the pool
         self.done.append(LoadResult(ref, replace(self._images[rank], digest=ref.name), None, 0.0))
 
@@ -61,10 +62,11 @@ class RandomEngine:
         num_pages: int,
         max_model_len: int,
         ranks: Mapping[str, int],
+        shape: ModelShape = SHAPE,
     ) -> None:
-        page_bytes = SHAPE.page_elems(PAGE_TOKENS) * 2
+        page_bytes = shape.page_elems(PAGE_TOKENS) * 2
         geometry = Geometry(num_pages, PAGE_TOKENS, page_bytes, max_model_len, SHAPE.vocab_size, ())
-        self._loader = HostLoader(dict(ranks))
+        self._loader = HostLoader(dict(ranks), shape)
         manager = AdapterManager(self._loader, config.host_cache_bytes, len(ranks) or 1)
         self.core = EngineCore(config, geometry, runner, manager, time.monotonic)
         self._loop = EngineLoop(self.core, queue.SimpleQueue())
@@ -98,17 +100,17 @@ def _ref(name: str) -> AdapterRef:
     return AdapterRef(name, "random", name)
 
 
-def random_image(rank: int) -> AdapterImage:
-    ranks = {(i, p): rank for i in range(SHAPE.num_layers) for p in range(NUM_PROJECTIONS)}
-    layout = make_layout(SHAPE, ranks, SHAPE.page_elems(PAGE_TOKENS))
-    offsets = torch.full((SHAPE.num_layers, NUM_PROJECTIONS, 2, -(-rank // 16)), -1, dtype=torch.int64)
+def random_image(rank: int, shape: ModelShape = SHAPE) -> AdapterImage:
+    ranks = {(i, p): rank for i in range(shape.num_layers) for p in range(NUM_PROJECTIONS)}
+    layout = make_layout(shape, ranks, shape.page_elems(PAGE_TOKENS))
+    offsets = torch.full((shape.num_layers, NUM_PROJECTIONS, 2, -(-rank // 16)), -1, dtype=torch.int64)
     for tile in layout.tiles:
         offsets[tile.layer, tile.projection, tile.side, tile.block] = tile.offset
     pages = torch.empty(
-        layout.num_pages, SHAPE.page_elems(PAGE_TOKENS), dtype=torch.bfloat16, pin_memory=True
+        layout.num_pages, shape.page_elems(PAGE_TOKENS), dtype=torch.bfloat16, pin_memory=True
     )
     pages.normal_(0.0, 0.02)
-    modules = (SHAPE.num_layers, NUM_PROJECTIONS)
+    modules = (shape.num_layers, NUM_PROJECTIONS)
     return AdapterImage(
         digest="",
         pages=pages,
@@ -120,8 +122,8 @@ def random_image(rank: int) -> AdapterImage:
     )
 
 
-def random_weights() -> LlamaWeights:
-    weights = allocate_weights(shard_shape(SHAPE, WHOLE), False, torch.bfloat16, "cuda")
+def random_weights(shard: Shard = WHOLE) -> LlamaWeights:
+    weights = allocate_weights(shard_shape(SHAPE, shard), False, torch.bfloat16, "cuda")
     for tensor in (weights.embed, weights.lm_head):
         tensor.normal_(0.0, 0.02)
     for layer in weights.layers:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch.nn.functional import linear
 
 from engine.model.loading import LlamaWeights
 from engine.model.rope import rotary_table
@@ -21,6 +20,7 @@ from engine.shape import PROJECTIONS, ModelShape
 from engine.tensor_parallel.comm import ALONE, Comm
 from kernels.add_delta.triton import add_delta
 from kernels.embedding.triton import embed
+from kernels.linear.triton import linear
 from kernels.paged_attention.triton import AttentionPlan, paged_attention
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rotary.triton import rotary_kv_write
@@ -33,37 +33,66 @@ Linear = tuple[torch.Tensor, torch.Tensor | None]  # (output, delta that is stil
 
 
 class Branch(Protocol):
-    """How a step's adapters take part in a linear."""
+    """How a step's adapters take part in it."""
+
+    pdl: bool
+    """Kernels may be launched before the one before has ended: in graphs, where it pays (kernels.rotary)."""
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear: ...
 
+    def gated(
+        self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """silu_mul of gate_up, what adapters add to it included."""
+
 
 class NoAdapters:
+    def __init__(self, pdl: bool) -> None:
+        self.pdl = pdl
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
-        return linear(x, weight), None
+        return linear(x, weight, pdl=self.pdl), None
+
+    def gated(
+        self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
+    ) -> torch.Tensor:
+        return silu_mul(linear(x, weight, pdl=self.pdl), pdl=self.pdl)
 
 
 class BesideBase:
     """Few tokens: each adapter branch runs beside its base product, on a stream of its own."""
 
-    def __init__(self, workspace: SgmvWorkspace) -> None:
+    def __init__(self, workspace: SgmvWorkspace, pdl: bool) -> None:
+        self.pdl = pdl
         self._workspace = workspace
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
         return self._workspace.beside(x, module, layer, lambda: linear(x, weight))
 
+    def gated(
+        self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
+    ) -> torch.Tensor:
+        y, delta = self.linear(x, weight, module, layer)
+        return silu_mul(y, delta, slots, pdl=self.pdl)
+
 
 class AfterBase:
-    """Many tokens: in place, after the base product."""
+    """Many tokens: the adapters' branch first, and the base product adds to it."""
+
+    pdl = False
 
     def __init__(self, workspace: SgmvWorkspace, counts: ListCounts) -> None:
         self._workspace = workspace
         self._counts = counts
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
-        y = linear(x, weight)
-        self._workspace.add(y, x, module, layer, self._counts)
-        return y, None
+        y = self._workspace.delta(x, module, layer, self._counts)
+        return y.addmm_(x, weight.T), None
+
+    def gated(
+        self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
+    ) -> torch.Tensor:
+        return self._workspace.silu_mul(linear(x, weight), x, module, layer, self._counts)
 
 
 class CudaLlama:
@@ -96,7 +125,7 @@ class CudaLlama:
         `token_ids` [T] may name places in `sampled`, as of kernels.embedding; `slots` [T] int32: each row's
         adapter slot.
         """
-        eps, layers = self.spec.rms_norm_eps, self.weights.layers
+        eps, layers, pdl = self.spec.rms_norm_eps, self.weights.layers, branch.pdl
         cos_TD, sin_TD = self._cos_PD[positions], self._sin_PD[positions]
         residual_TE = embed(token_ids, sampled, self.weights.embed)
         h_TE = rms_norm(residual_TE, layers[0].input_norm, eps)
@@ -104,22 +133,21 @@ class CudaLlama:
             before_layer(i)
             qkv_TX, delta = branch.linear(h_TE, layer.qkv, self.qkv, i)
             rows = slots if delta is not None else None
-            q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows)
-            o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention)
+            q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows, pdl=pdl)
+            o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention, pdl=pdl)
             y_TE, delta = self._sum(branch.linear(o_THD.flatten(1), layer.o, self.o, i), slots)
             rows = slots if delta is not None else None
-            h_TE = add_rms_norm(residual_TE, y_TE, layer.post_norm, eps, delta, rows)
-            gate_up, delta = branch.linear(h_TE, layer.gate_up, self.gate_up, i)
-            act_TI = silu_mul(gate_up, delta, slots if delta is not None else None)
+            h_TE = add_rms_norm(residual_TE, y_TE, layer.post_norm, eps, delta, rows, pdl=pdl)
+            act_TI = branch.gated(h_TE, layer.gate_up, self.gate_up, i, slots)
             y_TE, delta = self._sum(branch.linear(act_TI, layer.down, self.down, i), slots)
             is_last = i + 1 == len(layers)
             norm = self.weights.final_norm if is_last else layers[i + 1].input_norm
-            h_TE = add_rms_norm(residual_TE, y_TE, norm, eps, delta, rows)
+            h_TE = add_rms_norm(residual_TE, y_TE, norm, eps, delta, rows, pdl=pdl)
         return h_TE
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary], in the model's dtype; `out` [rows, this rank's part] is used."""
-        return self._comm.gather_columns(torch.mm(hidden, self.weights.lm_head.T, out=out))
+        return self._comm.gather_columns(linear(hidden, self.weights.lm_head, out))
 
     def _sum(self, partial: Linear, slots: torch.Tensor) -> Linear:
         """Over the ranks, and what adapters add with it."""

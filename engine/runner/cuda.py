@@ -125,6 +125,7 @@ class CudaRunner:
             config.max_num_seqs, len(weights.lm_head), dtype=weights.embed.dtype, device=device
         )
         self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._can_capture = comm.can_be_captured
         self._graphs: dict[_Kind, _Captured] = {}
 
     def warm_up(self, watch: Stopwatch | None = None) -> None:
@@ -158,6 +159,8 @@ class CudaRunner:
         ranks[0] = 0
 
     def _capture_all(self) -> None:
+        if not self._can_capture:
+            return
         memory = None
         for bucket in reversed(self._buckets):  # the largest first: the others fit into its memory
             for has_prefill, has_adapters in itertools.product((False, True), repeat=2):
@@ -222,7 +225,7 @@ class CudaRunner:
     def _run_eagerly(self, chunks: Sequence[ScheduledChunk], num_tokens: int) -> None:
         inputs = self._eager_inputs
         batch = inputs.write(chunks, num_tokens, len(chunks), self._sampler.slot)
-        branch: Branch = NoAdapters()
+        branch: Branch = NoAdapters(pdl=False)
         if batch.has_adapters:
             counts = self._write_lists(self._prefill_sgmv, batch, inputs)
             branch = AfterBase(self._prefill_sgmv, counts)
@@ -272,7 +275,7 @@ class CudaRunner:
     @torch.inference_mode()
     def _capture(self, kind: _Kind, memory: Any) -> _Captured:
         workspace = self._sgmv[kind.bucket]
-        branch: Branch = BesideBase(workspace) if kind.has_adapters else NoAdapters()
+        branch: Branch = BesideBase(workspace, pdl=True) if kind.has_adapters else NoAdapters(pdl=True)
         inputs = self._graph_inputs
         inputs.write((), kind.bucket, kind.num_seqs, self._sampler.slot)  # padding rows only
         inputs.host["lists"][:] = 0

@@ -1,0 +1,119 @@
+"""The GPU's forward pass in Triton's interpreter: what it computes is what the CPU's computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.adapters.image import AdapterImage, ImageFormat
+from engine.adapters.loading import load_image
+from engine.model.llama import LlamaModel
+from engine.model.llama_cuda import AfterBase, BesideBase, Branch, CudaLlama, NoAdapters
+from engine.model.loading import load_weights
+from engine.model.spec import load_model_spec
+from engine.plan import ScheduledChunk
+from engine.runner.batch import build_batch
+from engine.runner.step_inputs import StepInputs
+from engine.shape import NUM_PROJECTIONS
+from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
+from kernels.sgmv import AdapterTable, AdapterViews, absolute_offsets
+from kernels.sgmv.lists import lists_size, write_lists
+from kernels.sgmv.plan import decode_plan, prefill_plan
+from kernels.sgmv.workspace import SgmvWorkspace
+from tests.tiny import ALL_LINEAR, make_adapter, make_llama
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_cuda.py does it there")
+
+PAGE_TOKENS = 16
+NUM_PAGES = 40
+MAX_RANK = 24
+
+
+class Both:
+    """One model and pool, and both ways to run it."""
+
+    def __init__(self, path: Path) -> None:
+        base = make_llama(path / "base")
+        self.spec = load_model_spec(str(base))
+        self.weights = load_weights(self.spec, torch.float32)
+        shape = self.spec.shape
+        form = ImageFormat(shape, shape.page_elems(PAGE_TOKENS), torch.float32, MAX_RANK)
+        self.pool = torch.randn(NUM_PAGES, form.page_elems)
+        self.views = AdapterViews(self.pool, [shape.widths(p) for p in range(NUM_PROJECTIONS)])
+        self.table = AdapterTable.empty(2, shape.num_layers, NUM_PROJECTIONS, MAX_RANK)
+        self.ranks = torch.zeros(2, dtype=torch.int32).numpy()
+        first = 20
+        for slot, (rank, targets) in enumerate([(4, ALL_LINEAR), (24, ["q_proj", "down_proj", "up_proj"])]):
+            adapter = make_adapter(base, path / str(slot), rank=rank, targets=targets, seed=slot)
+            first = self._put(slot, load_image(str(adapter), form), first)
+
+    def _put(self, slot: int, image: AdapterImage, first: int) -> int:
+        page_ids = tuple(range(first, first + image.num_pages))
+        self.pool[list(page_ids)] = image.pages
+        offsets = absolute_offsets(image.tile_offsets, page_ids, self.pool.shape[1])
+        self.views.put(slot, offsets, image.ranks, image.scales)
+        self.table.put(slot, offsets, image.ranks, image.scales)
+        self.ranks[slot] = image.rank
+        return first + image.num_pages
+
+    def on_cpu(self, chunks: list[ScheduledChunk]) -> torch.Tensor:
+        batch = build_batch(chunks, "cpu", PAGE_TOKENS)
+        return LlamaModel(self.spec, self.weights).forward(batch, self.pool.clone(), self.views)
+
+    def on_gpu(self, chunks: list[ScheduledChunk], kind: str) -> torch.Tensor:
+        shape = self.spec.shape
+        pool = self.pool.clone()
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        plan = decode_plan(64, MAX_RANK) if kind == "beside" else prefill_plan(64, 8, MAX_RANK)
+        inputs = StepInputs(64, 8, 8, lists_size(plan), PAGE_TOKENS, {}, torch.device("cpu"))
+        batch = inputs.write(chunks, num_tokens, len(chunks), int)
+        model = CudaLlama(self.spec, self.weights, 128)
+        modules = (model.qkv, model.o, model.gate_up, model.down)
+        workspace = SgmvWorkspace(plan, modules, pool, self.table, inputs.device["lists"])
+        workspace.poison()
+        counts = write_lists(plan, batch.segments, self.ranks, inputs.host["lists"])
+        inputs.copy(8)
+        workspace.resolve()
+        branches: dict[str, Branch] = {
+            "none": NoAdapters(pdl=False),
+            "beside": BesideBase(workspace, pdl=False),
+            "after": AfterBase(workspace, counts),
+        }
+        attention = AttentionWorkspace.allocate(
+            8, 64, shape.num_heads, shape.num_kv_heads, shape.head_dim, "cpu", num_programs=8
+        )
+        device = inputs.device
+        hidden = model.hidden(
+            device["token_ids"][:num_tokens],
+            torch.tensor([], dtype=torch.int64),
+            device["positions"][:num_tokens],
+            device["kv_slots"][:num_tokens],
+            device["slots"][:num_tokens],
+            device["page_table"][: len(chunks)],
+            plan_attention(
+                attention,
+                device["context_lens"][: len(chunks)],
+                device["cu_query_lens"][: len(chunks) + 1],
+                num_tokens,
+            ),
+            pool.view(-1, shape.num_layers, 2, PAGE_TOKENS, shape.num_kv_heads, shape.head_dim),
+            branches[kind],
+            lambda layer: None,
+        )
+        rows = device["rows"][: len(batch.sampled)]
+        return model.logits(hidden[rows], torch.empty(len(rows), shape.vocab_size))
+
+
+@pytest.mark.parametrize("kind", ["none", "beside", "after"])
+def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.loading.pack_weight", lambda weight: weight)  # as on a GPU
+    both = Both(tmp_path)
+    slots = (-1, -1, -1, -1) if kind == "none" else (-1, 0, 1, 0)
+    lengths = [(0, 5), (0, 20), (17, 1), (3, 6)]
+    chunks = [
+        ScheduledChunk(str(i), start, tuple(range(i, i + length)), (4 * i, 4 * i + 1), slot, samples=True)
+        for i, ((start, length), slot) in enumerate(zip(lengths, slots, strict=True))
+    ]
+    torch.testing.assert_close(both.on_gpu(chunks, kind), both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
