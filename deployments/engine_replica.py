@@ -86,6 +86,10 @@ class EngineReplica:
         self._books.forget(name)
         return answer
 
+    async def pin_adapter(self, name: str, pinned: bool) -> dict[str, Any]:
+        call = self._client.pin_adapter if pinned else self._client.unpin_adapter
+        return await to_answer(call(name))
+
     async def facts(self) -> dict[str, Any]:
         return {"max_model_len": self._client.facts.max_model_len}
 

@@ -13,7 +13,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from deployments.metrics import render
 from deployments.wire import decode_chunk, from_answer
-from engine.errors import EngineDead, Overloaded, Unavailable
+from engine.errors import EngineDead, ModelNotFound, Overloaded, Unavailable
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 from engine.wire import encode_ref, encode_request
 from router.residency_router import BASE_ID
@@ -56,6 +56,14 @@ class FleetService:
     async def unload_adapter(self, name: str) -> None:
         """A replica that does not have it has nothing to unload."""
         await self._broadcast("unload_adapter", name, timeout_s=self._load_timeout_s)
+
+    async def pin_adapter(self, name: str, pinned: bool) -> None:
+        """On the replicas that have it. Raises the first one's error if none has, or if one has no room."""
+        answers = await self._broadcast("pin_adapter", name, pinned)
+        missing = [a for a in answers if "error" in a and a["error"]["code"] == ModelNotFound.default_code]
+        for answer in answers:
+            if answer not in missing or len(missing) == len(answers):
+                from_answer(answer)
 
     async def metrics_text(self) -> str:
         return render(await self._broadcast("stats"))

@@ -38,6 +38,9 @@ class EngineService(Protocol):
 
     async def unload_adapter(self, name: str) -> None: ...
 
+    async def pin_adapter(self, name: str, pinned: bool) -> None:
+        """Keep it in the pool where it is loaded, or no longer. Raises ModelNotFound or Conflict."""
+
     async def metrics_text(self) -> str: ...
 
     async def stats(self) -> dict[str, Any]: ...

@@ -88,6 +88,13 @@ class Admission:
         seq.start(nodes, memory.take(seq.owner, num_pages, needed), memory.page_tokens)
         return None
 
+    def load_pinned(self) -> None:
+        """Pinned adapters that are not there yet, as far as there is room for them now."""
+        for digest, num_pages in self._memory.residency.absent_pinned.items():
+            needed = Needed(self.protected, self._queued)
+            if self._lack_of_cold(digest) is None and self._memory.can_take(num_pages, needed):
+                self._load(digest, num_pages, needed)
+
     def _load(self, digest: str, num_pages: int, needed: Needed) -> ResidentAdapter:
         adapter = self._memory.load_adapter(digest, num_pages, needed, self._now)
         after_steps = self._memory.is_busy(adapter.page_ids)

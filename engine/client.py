@@ -117,6 +117,13 @@ class EngineClient:
         """Raises ModelNotFound."""
         await self._call("unload", name)
 
+    async def pin_adapter(self, name: str) -> None:
+        """Never evict what is loaded under this name. Raises ModelNotFound or Conflict."""
+        await self._call("pin", name)
+
+    async def unpin_adapter(self, name: str) -> None:
+        await self._call("unpin", name)
+
     async def prefetch(self, ref: AdapterRef) -> None:
         self._check_alive()
         self._send(["prefetch", encode_ref(ref)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from engine.adapters.manager import AdapterManager, Loaded
 from engine.config import EngineConfig
 from engine.errors import (
     AdapterRefused,
+    Conflict,
     InvalidRequest,
     LorafleetError,
     ModelNotFound,
@@ -54,7 +56,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class CallEvent:
-    """The answer to `load_adapter` (the load report) or to `unload_adapter`."""
+    """The answer to `load_adapter` (the load report), `unload_adapter`, `pin_adapter` or `unpin_adapter`."""
 
     call_id: str
     result: dict[str, Any] | None = None
@@ -136,11 +138,14 @@ class EngineCore:
         self._num_arrivals = 0
         self._events: list[Event] = []
         self._step_clock = StepClock()
+        self._pinned = set(config.pinned_adapters)  # names, loaded or not
         self._in_flight: deque[dict[str, Sequence]] = deque()  # of each step: what it samples a token for
 
     @property
     def is_idle(self) -> bool:
-        return not self.scheduler.has_work and not self._in_flight
+        if self.scheduler.has_work or self._in_flight:
+            return False
+        return not any(digest in self.manager for digest in self.memory.residency.absent_pinned)
 
     def add_request(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest, RequestTooLarge or Overloaded; then nothing has changed."""
@@ -206,6 +211,28 @@ class EngineCore:
         else:
             error = ModelNotFound(f"adapter {name!r} is not loaded", param="model")
         self._events.append(CallEvent(call_id, result={}, error=error))
+
+    def pin_adapter(self, call_id: str, name: str) -> None:
+        """Keep what the name means, now and later, in the pool. A CallEvent answers."""
+        try:
+            digest = self.manager.names.get(name)
+            if digest is None:
+                raise ModelNotFound(f"adapter {name!r} is not loaded", param="model")
+            self._pin(digest)
+        except LorafleetError as error:
+            self._events.append(CallEvent(call_id, error=error))
+        else:
+            self._pinned.add(name)
+            self._events.append(CallEvent(call_id, result={}))
+
+    def unpin_adapter(self, call_id: str, name: str) -> None:
+        """A name that is not pinned stays so. A CallEvent answers."""
+        self._pinned.discard(name)
+        names = self.manager.names
+        digest = names.get(name)
+        if digest and not any(names.get(other) == digest for other in self._pinned):
+            self.memory.residency.unpin(digest)
+        self._events.append(CallEvent(call_id, result={}))
 
     def take_events(self) -> list[Event]:
         events, self._events = self._events, []
@@ -388,6 +415,10 @@ class EngineCore:
         self._retire(self.manager.rename(name, digest))
         self.scheduler.keep(digest)
         self.memory.order.used(digest, self._clock(), count=0.0)
+        if name in self._pinned:
+            # a version that finds no room is served unpinned; `pinned` in the statistics tells
+            with suppress(Conflict):
+                self._pin(digest)
         stats = self.stats.adapter(name)
         stats.loads += 1
         stats.load_seconds_sum += loaded.seconds
@@ -435,6 +466,10 @@ class EngineCore:
         if num_pages < capacity:
             return None
         return too_many_pages(num_pages, capacity - 1, self.geometry.page_bytes)
+
+    def _pin(self, digest: str) -> None:
+        """Raises Conflict."""
+        self.scheduler.pin(digest, self._num_pages(digest))
 
     def _retire(self, digest: str | None) -> None:
         if digest is not None:

@@ -57,6 +57,17 @@ class Engine:
         self._wait_for(call_id)
         del self._refs[name]
 
+    def pin_adapter(self, name: str) -> None:
+        """Never evict it from the pool. Raises ModelNotFound or Conflict."""
+        call_id = next(self._ids)
+        self.core.pin_adapter(call_id, name)
+        self._wait_for(call_id)
+
+    def unpin_adapter(self, name: str) -> None:
+        call_id = next(self._ids)
+        self.core.unpin_adapter(call_id, name)
+        self._wait_for(call_id)
+
     def generate(
         self,
         prompts: Sequence[Prompt],

@@ -121,6 +121,12 @@ class EngineProcess:
     def _unload(self, core: EngineCore, call_id: str, name: str) -> None:
         core.unload_adapter(call_id, name)
 
+    def _pin(self, core: EngineCore, call_id: str, name: str) -> None:
+        core.pin_adapter(call_id, name)
+
+    def _unpin(self, core: EngineCore, call_id: str, name: str) -> None:
+        core.unpin_adapter(call_id, name)
+
     def _prefetch(self, core: EngineCore, ref: dict[str, str]) -> None:
         core.prefetch(decode_ref(ref))
 
@@ -130,6 +136,8 @@ _CALLS: dict[str, Callable[..., None]] = {
     "abort": EngineProcess._abort,
     "load": EngineProcess._load,
     "unload": EngineProcess._unload,
+    "pin": EngineProcess._pin,
+    "unpin": EngineProcess._unpin,
     "prefetch": EngineProcess._prefetch,
 }
 

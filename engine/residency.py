@@ -40,6 +40,7 @@ class AdapterResidency:
         self._resident: dict[str, ResidentAdapter] = {}
         self._idle: list[tuple[float, str]] = []  # (worth, digest), sorted
         self._pinned: dict[str, int] = {}  # digest -> pages, resident or not
+        self._num_absent = 0  # of these, not resident
 
     def __iter__(self) -> Iterator[ResidentAdapter]:
         return iter(self._resident.values())
@@ -71,11 +72,22 @@ class AdapterResidency:
     def is_pinned(self, digest: str) -> bool:
         return digest in self._pinned
 
+    @property
+    def absent_pinned(self) -> dict[str, int]:
+        """Pinned adapters that are not resident, and their pages."""
+        if not self._num_absent:
+            return {}
+        return {digest: pages for digest, pages in self._pinned.items() if digest not in self._resident}
+
     def pin(self, digest: str, num_pages: int) -> None:
         """Keep it from eviction from now on, or from when it is loaded on."""
+        if digest in self._pinned:
+            return
         self._pinned[digest] = num_pages
         adapter = self._resident.get(digest)
-        if adapter is not None and not adapter.pinned:
+        if adapter is None:
+            self._num_absent += 1
+        else:
             self._leave_idle(adapter)
             adapter.pinned = True
 
@@ -83,7 +95,9 @@ class AdapterResidency:
         if self._pinned.pop(digest, None) is None:
             return
         adapter = self._resident.get(digest)
-        if adapter is not None:
+        if adapter is None:
+            self._num_absent -= 1
+        else:
             adapter.pinned = False
             self._enter_idle(adapter)
 
@@ -91,6 +105,7 @@ class AdapterResidency:
         assert digest not in self._resident, digest
         adapter = ResidentAdapter(digest, self._free_slots.pop(), page_ids, last_used=now)
         adapter.pinned = digest in self._pinned
+        self._num_absent -= adapter.pinned
         self._resident[digest] = adapter
         self._order.used(digest, now, count=0.0)
         self._enter_idle(adapter)
@@ -150,6 +165,7 @@ class AdapterResidency:
         assert self._idle == sorted((a.worth, a.digest) for a in self if a.is_idle)
         assert self.num_idle_pages == sum(len(a.page_ids) for a in self if a.is_idle)
         assert {a.digest for a in self if a.pinned} == {a.digest for a in self if a.digest in self._pinned}
+        assert self._num_absent == sum(digest not in self._resident for digest in self._pinned)
         assert all(self._pinned[a.digest] == len(a.page_ids) for a in self if a.pinned)
         pages = [p for a in self for p in a.page_ids]
         assert len(set(pages)) == len(pages), "two adapters share a page"

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 from engine.admission import Admission, Lack
 from engine.copy_clock import CopyClock
-from engine.errors import RequestTooLarge
+from engine.errors import Conflict, RequestTooLarge
 from engine.memory import EvictionCause, Needed, PoolMemory
 from engine.plan import PENDING, ScheduledChunk, StepPlan
 from engine.request import FinishReason
@@ -122,6 +122,30 @@ class Scheduler:
         """Undo `retire`: the content is wanted again."""
         self._retired.discard(digest)
 
+    def pin(self, digest: str, num_pages: int) -> None:
+        """Keep an adapter in the pool, from the next step on that has room for it.
+
+        Raises Conflict if too little of the pool would be left for the others, or for a request that is here.
+        """
+        residency = self.memory.residency
+        if residency.is_pinned(digest):
+            return
+        if residency.num_pinned + 2 > residency.num_slots:
+            raise Conflict("no adapter slot would be left for the others", param="max_adapters")
+        residency.pin(digest, num_pages)
+        wanted = max((self._wanted_pages(seq) for seq in self._sequences.values()), default=1)
+        left = self.memory.pool.num_pages - residency.num_pinned_pages
+        if left < wanted:
+            residency.unpin(digest)
+            raise Conflict(
+                f"pinned adapters would leave {left} pages of the pool, but {wanted} are needed",
+                param="pool_bytes",
+            )
+
+    def _wanted_pages(self, seq: Sequence) -> int:
+        own = 0 if seq.digest and self.memory.residency.is_pinned(seq.digest) else seq.num_adapter_pages
+        return own + self.memory.pages_for(len(seq.prompt_token_ids) + seq.max_tokens)
+
     def schedule(
         self, now: float, loadable: Container[str] | None = None, starts_at: float | None = None
     ) -> StepPlan:
@@ -141,6 +165,7 @@ class Scheduler:
             starts_at if self.running else math.inf,
         )
         admitted = [] if preempted else self._admit(admission, chunks, now)
+        admission.load_pinned()
         evictions, freed = self.memory.drain_changes(now)
         for chunk in chunks:
             self._advance(chunk)

@@ -13,9 +13,9 @@ from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from deployments.api.http_errors import shown
-from deployments.api.protocol import LoadAdapterRequest, UnloadAdapterRequest
+from deployments.api.protocol import LoadAdapterRequest, PinAdapterRequest, UnloadAdapterRequest
 from deployments.api.settings import ApiSettings
-from deployments.service import AdapterCatalog
+from deployments.service import AdapterCatalog, EngineService
 from engine.adapters.names import check_adapter_name
 from engine.errors import Conflict, InvalidRequest, ModelNotFound
 
@@ -55,6 +55,28 @@ class RuntimeLoading:
         if name in self._settings.model_names:
             raise Conflict(f"{shown(name)} is the base model's name", param="lora_name")
         return name
+
+
+class Pinning:
+    """POST /v1/pin_lora_adapter and /v1/unpin_lora_adapter: whether it may be evicted where it is loaded."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+
+    async def pin(self, body: PinAdapterRequest) -> PlainTextResponse:
+        await self._set(body.lora_name, pinned=True)
+        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} pinned.")
+
+    async def unpin(self, body: PinAdapterRequest) -> PlainTextResponse:
+        await self._set(body.lora_name, pinned=False)
+        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} unpinned.")
+
+    async def _set(self, name: str, *, pinned: bool) -> None:
+        check_adapter_name(name, "lora_name")
+        try:
+            await self._service.pin_adapter(name, pinned)
+        except ModelNotFound:
+            raise ModelNotFound(f"The lora adapter {name!r} is not loaded.", param="lora_name") from None
 
 
 async def loading_is_off(request: Request) -> PlainTextResponse:

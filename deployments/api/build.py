@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from deployments.api.adapters_route import RuntimeLoading, loading_is_off
+from deployments.api.adapters_route import Pinning, RuntimeLoading, loading_is_off
 from deployments.api.auth import ApiKeyMiddleware
 from deployments.api.body_limit import BodyLimitMiddleware
 from deployments.api.chat import ChatCompletions
@@ -50,6 +50,9 @@ def build_api(
     enabled = settings.allow_runtime_loading
     app.post("/v1/load_lora_adapter")(loading.load if enabled else loading_is_off)
     app.post("/v1/unload_lora_adapter")(loading.unload if enabled else loading_is_off)
+    pinning = Pinning(service)
+    app.post("/v1/pin_lora_adapter")(pinning.pin if enabled else loading_is_off)
+    app.post("/v1/unpin_lora_adapter")(pinning.unpin if enabled else loading_is_off)
     install_error_handlers(app)
     # the last one added sees a request first
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes)

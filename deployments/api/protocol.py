@@ -177,3 +177,7 @@ class LoadAdapterRequest(BaseModel):
 
 class UnloadAdapterRequest(BaseModel):
     lora_name: str
+
+
+class PinAdapterRequest(BaseModel):
+    lora_name: str

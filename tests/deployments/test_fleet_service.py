@@ -13,7 +13,15 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.fleet_service import FleetService
 from deployments.wire import encode_deltas, encode_error
-from engine.errors import AdapterRefused, EngineDead, LorafleetError, Overloaded, Unavailable
+from engine.errors import (
+    AdapterRefused,
+    Conflict,
+    EngineDead,
+    LorafleetError,
+    ModelNotFound,
+    Overloaded,
+    Unavailable,
+)
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 from engine.sampling_params import SamplingParams
 
@@ -198,6 +206,29 @@ def test_unloading_what_a_replica_does_not_have_is_fine() -> None:
     handle = Handle(answers=[{"result": None}, {"error": {"class": "ModelNotFound"}}])
     asyncio.run(service(handle).unload_adapter("sql"))
     assert handle.broadcasts == [("unload_adapter", "sql")]
+
+
+NOT_LOADED = {"error": ModelNotFound("not loaded").to_dict()}
+
+
+def test_an_adapter_is_pinned_where_it_is_loaded() -> None:
+    handle = Handle(answers=[NOT_LOADED, {"result": None}])
+    asyncio.run(service(handle).pin_adapter("sql", True))
+    assert handle.broadcasts == [("pin_adapter", "sql", True)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([NOT_LOADED, NOT_LOADED], ModelNotFound),
+        ([NOT_LOADED, {"result": None}, {"error": Conflict("no room").to_dict()}], Conflict),
+    ],
+)
+def test_pinning_fails_where_no_replica_has_it_or_one_has_no_room(
+    answers: list[Any], error: type[LorafleetError]
+) -> None:
+    with pytest.raises(error):
+        asyncio.run(service(Handle(answers=answers)).pin_adapter("sql", True))
 
 
 @pytest.mark.parametrize("answers", [NO_DEPLOYMENT, [ActorDiedError()]])

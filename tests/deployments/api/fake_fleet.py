@@ -63,6 +63,8 @@ class FakeService:
         self.requests: list[GenerateRequest] = []
         self.num_running = 0
         self.health: Exception | None = None
+        self.known: set[str] = set()
+        self.pinned: set[str] = set()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputDelta]]:
         self.requests.append(request)
@@ -87,6 +89,11 @@ class FakeService:
 
     async def unload_adapter(self, name: str) -> None:
         raise NotImplementedError
+
+    async def pin_adapter(self, name: str, pinned: bool) -> None:
+        if name not in self.known:
+            raise ModelNotFound("no such adapter")
+        (self.pinned.add if pinned else self.pinned.discard)(name)
 
     async def metrics_text(self) -> str:
         return "lorafleet_up 1\n"

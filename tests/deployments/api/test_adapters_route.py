@@ -133,3 +133,18 @@ def test_key_outside_the_allowed_prefix_is_refused(uri: str) -> None:
 def test_without_prefixes_nothing_is_allowed(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         allowed_uri(str(tmp_path), ())
+
+
+@pytest.mark.anyio
+async def test_an_adapter_is_pinned_and_unpinned(fleet: FakeFleet) -> None:
+    fleet.service.known.add("sql")
+    pinned = await post(fleet, "/v1/pin_lora_adapter", {"lora_name": "sql"})
+    assert (pinned.status_code, pinned.text) == (200, "Success: LoRA adapter 'sql' pinned.")
+    assert fleet.service.pinned == {"sql"}
+    unpinned = await post(fleet, "/v1/unpin_lora_adapter", {"lora_name": "sql"})
+    assert (unpinned.status_code, unpinned.text) == (200, "Success: LoRA adapter 'sql' unpinned.")
+    assert fleet.service.pinned == set()
+    for path in ("/v1/pin_lora_adapter", "/v1/unpin_lora_adapter"):
+        unknown = await post(fleet, path, {"lora_name": "other"})
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "lora_name")
+        assert (await post(fleet, path, {"lora_name": "sql"}, enabled=False)).status_code == 403
