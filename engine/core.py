@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.adapters.layout import too_many_pages
 from engine.adapters.manager import AdapterManager, Loaded
 from engine.config import EngineConfig
+from engine.deadlines import Deadlines
 from engine.errors import (
     AdapterRefused,
     Conflict,
@@ -26,6 +27,7 @@ from engine.errors import (
     Unavailable,
 )
 from engine.eviction import EvictionOrder, ReloadCosts
+from engine.live_request import LiveRequest
 from engine.memory import Eviction, PoolMemory
 from engine.plan import StepPlan
 from engine.request import AdapterRef, FinishReason, GenerateRequest, TokenLogprob
@@ -79,20 +81,6 @@ class Geometry:
     model_digest: str = ""  # of the base model
 
 
-@dataclass(slots=True)
-class Request:
-    """An accepted request; `seq` is None while its adapter is being read."""
-
-    request: GenerateRequest
-    arrival: int
-    arrived: float
-    seq: Sequence | None = None
-
-    @property
-    def name(self) -> str | None:
-        return self.request.adapter.name if self.request.adapter else None
-
-
 def build_memory(config: EngineConfig, geometry: Geometry) -> PoolMemory:
     costs = ReloadCosts().of_pool(geometry.page_bytes, geometry.page_tokens)
     order = EvictionOrder(config.eviction_policy, costs=costs)
@@ -129,7 +117,7 @@ class EngineCore:
             self.memory,
         )
         self.manager = manager
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, LiveRequest] = {}
         self.is_stalled = False  # the last step could run nothing: only a load or an arrival can change that
         self._runner = runner
         self._clock = clock
@@ -138,6 +126,7 @@ class EngineCore:
         self._num_arrivals = 0
         self._events: list[Event] = []
         self._step_clock = StepClock()
+        self._deadlines = Deadlines()
         self._pinned = set(config.pinned_adapters)  # names, loaded or not
         self._in_flight: deque[dict[str, Sequence]] = deque()  # of each step: what it samples a token for
 
@@ -152,13 +141,19 @@ class EngineCore:
         self._check(request)
         now = self._clock()
         self._num_arrivals += 1
-        record = Request(request, self._num_arrivals, now)
+        record = LiveRequest(request, self._num_arrivals, now)
         digest = self._find(request.adapter)
+        if request.timeout_s is not None:
+            namespace = digest or (request.adapter.name if request.adapter else "")
+            num_prompt = len(request.prompt_token_ids)
+            self._deadlines.check(namespace, num_prompt, request.timeout_s, self.scheduler.waiting)
         if request.adapter is None or digest is not None:
             self._enqueue(record, digest)
         else:
             self.manager.want(request.adapter, request.request_id)
         self.requests[request.request_id] = record
+        if request.timeout_s is not None:
+            self._deadlines.add(request.request_id, now + request.timeout_s)
         if request.adapter is not None and digest is not None:
             self._count_hit(request.adapter, digest)
 
@@ -244,6 +239,7 @@ class EngineCore:
         So the device never waits for the host: while it runs one step, the next one is prepared.
         """
         now = self._clock()
+        self._give_up_late(now)
         plan = self.scheduler.schedule(now, self.manager, self._step_clock.free_at(now))
         self._apply(plan)
         # a plan without chunks may still take weights from a slot
@@ -253,6 +249,9 @@ class EngineCore:
         self._in_flight.append(sampling)
         self._step_clock.submitted(now, self._work(plan))
         self.stats.steps += bool(plan.chunks)
+        if self.scheduler.waiting:
+            num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+            self._deadlines.served(num_tokens, len(sampling), now)
         self.is_stalled = not plan.chunks and len(self._in_flight) == 1
         if plan.loads or plan.evictions:
             self.manager.settle(self._needed())
@@ -286,6 +285,15 @@ class EngineCore:
         live = Counter(r.seq.digest for r in self.requests.values() if r.seq and r.seq.digest)
         assert live == +self._num_live, (live, self._num_live)
 
+    def _give_up_late(self, now: float) -> None:
+        """Requests that have waited for so long that nobody wants their answer."""
+        for request_id in self._deadlines.take_passed(now):
+            record = self.requests.get(request_id)
+            # it may have started, or ended; or another one may have its id
+            if record is None or record.is_started or record.deadline is None or record.deadline > now:
+                continue
+            self._fail(request_id, Overloaded("it has waited too long", param="timeout_s", retry_after_s=1.0))
+
     def _work(self, plan: StepPlan) -> StepWork | None:
         if not plan.chunks or plan.loads:
             return None  # a copy of weights may hold the step up
@@ -310,7 +318,7 @@ class EngineCore:
             return None
         return digest if digest in self.manager or self.memory.residency.get(digest) else None
 
-    def _enqueue(self, record: Request, digest: str | None) -> None:
+    def _enqueue(self, record: LiveRequest, digest: str | None) -> None:
         """Give it to the scheduler. Raises RequestTooLarge."""
         request, params = record.request, record.request.params
         num_adapter_pages = self._num_pages(digest) if digest else 0
@@ -377,6 +385,7 @@ class EngineCore:
         reason = self.scheduler.on_token(request_id, token_id)
         self.stats.adapter(record.name).output_tokens += 1
         if reason:
+            self._deadlines.ended(seq.num_outputs)
             self._finish(request_id)
         asked = token_id in record.request.params.stop_token_ids
         self._events.append(

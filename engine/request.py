@@ -25,6 +25,7 @@ class GenerateRequest:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     adapter: AdapterRef | None = None  # None: the base model
+    timeout_s: float | None = None  # the first token is of use only within so many seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ def encode_request(request: GenerateRequest) -> dict[str, Any]:
         "prompt_token_ids": request.prompt_token_ids,
         "params": request.params.to_dict(),
         "adapter": encode_ref(request.adapter) if request.adapter else None,
+        "timeout_s": request.timeout_s,
     }
 
 
@@ -55,6 +56,7 @@ def decode_request(data: dict[str, Any]) -> GenerateRequest:
         prompt_token_ids=tuple(data["prompt_token_ids"]),
         params=SamplingParams.from_dict(data["params"]),
         adapter=decode_ref(data["adapter"]) if data["adapter"] else None,
+        timeout_s=data["timeout_s"],
     )
 
 

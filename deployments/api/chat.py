@@ -45,7 +45,8 @@ class ChatCompletions:
             params, len(prompt), prompt_param="messages", max_tokens_param=body.max_tokens_param
         )
         engine_id = engine_request_id(response_id, 0)
-        deltas = DeltaStream(self._service, [GenerateRequest(engine_id, prompt, params, model.adapter)])
+        request = GenerateRequest(engine_id, prompt, params, model.adapter, body.timeout_s)
+        deltas = DeltaStream(self._service, [request])
         head = {"id": response_id, "created": int(time.time()), "model": model.name}
         if body.stream:
             writer = ChatChunks(head, deltas, self._prompts.tokenizer, body.include_usage)

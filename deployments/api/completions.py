@@ -79,6 +79,7 @@ class Completions:
                     params, len(prompt), prompt_param="prompt", default_max_tokens=DEFAULT_MAX_TOKENS
                 ),
                 model.adapter,
+                body.timeout_s,
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -73,6 +73,7 @@ class GenerationRequest(BaseModel):
     presence_penalty: Float | None = None
     repetition_penalty: Float | None = None
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_check_few)] | None = None
+    timeout_s: Annotated[Float, Field(gt=0)] | None = None  # ours: refuse rather than start later than this
 
     @property
     def num_choices(self) -> int:

@@ -115,9 +115,16 @@ class Harness:
         self.ends: dict[str, TokenEvent] = {}
         self.answers: dict[str, Any] = {}
 
-    def add(self, request_id: str, adapter: AdapterRef | None = None, length: int = 5, **params: Any) -> None:
-        settings = {"max_tokens": 4, "seed": 0} | params
-        request = GenerateRequest(request_id, tuple(range(length)), SamplingParams(**settings), adapter)
+    def add(
+        self,
+        request_id: str,
+        adapter: AdapterRef | None = None,
+        length: int = 5,
+        timeout_s: float | None = None,
+        **params: Any,
+    ) -> None:
+        sampling = SamplingParams(**({"max_tokens": 4, "seed": 0} | params))
+        request = GenerateRequest(request_id, tuple(range(length)), sampling, adapter, timeout_s)
         self.core.add_request(request)
         self.tokens[request_id] = []
 

@@ -23,6 +23,11 @@ def prompt_of(fleet: FakeFleet) -> str:
     return bytes(fleet.service.requests[-1].prompt_token_ids).decode()
 
 
+async def test_the_time_for_the_first_token_reaches_the_engine(fleet: FakeFleet) -> None:
+    await post(fleet, timeout_s=2.5)
+    assert fleet.service.requests[0].timeout_s == 2.5
+
+
 async def test_answer_is_an_openai_chat_completion(fleet: FakeFleet) -> None:
     fleet.service.script = spell("Hello", "!")
     answer = (await post(fleet)).json()

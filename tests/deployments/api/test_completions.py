@@ -48,6 +48,14 @@ async def test_sampling_fields_reach_the_engine(fleet: FakeFleet) -> None:
     assert params.logit_bias == {65: -100.0}
 
 
+async def test_the_time_for_the_first_token_reaches_the_engine(fleet: FakeFleet) -> None:
+    await post(fleet, timeout_s=2.5)
+    await post(fleet)
+    assert [request.timeout_s for request in fleet.service.requests] == [2.5, None]
+    refused = await post(fleet, timeout_s=0)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "timeout_s")
+
+
 async def test_null_means_the_default_and_a_stop_string_needs_no_list(fleet: FakeFleet) -> None:
     await post(fleet, temperature=None, n=None, max_tokens=None, stream=None, stop="x", logit_bias=None)
     params = fleet.service.requests[0].params

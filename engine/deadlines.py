@@ -1,0 +1,80 @@
+"""Requests that must have their first token by some time. Pure; `now` comes in.
+
+They are refused at arrival if that looks hopeless, and given up when the time has passed. The wait is the
+work that goes before, at the rate of late: the account's own requests in the queue, and as much of every other
+account: fairness lets no more pass. Work is in weighted tokens, as in `engine.waiting`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+
+from engine.errors import Overloaded
+from engine.sequence import Sequence
+from engine.waiting import INPUT_WEIGHT, OUTPUT_WEIGHT
+
+_HALF_LIFE_S = 5.0
+_LONGEST_STEP_S = 1.0  # after a longer pause there was nothing to do
+_OUTPUTS_REMEMBERED = 32
+
+
+class Deadlines:
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._work = 0.0  # weighted tokens, fading
+        self._seconds = 0.0
+        self._last: float | None = None
+        self._mean_outputs: float | None = None
+
+    def add(self, request_id: str, deadline: float) -> None:
+        heapq.heappush(self._heap, (deadline, request_id))
+
+    def take_passed(self, now: float) -> list[str]:
+        """Whose time has passed; they may have started or ended meanwhile."""
+        passed = []
+        while self._heap and self._heap[0][0] <= now:
+            passed.append(heapq.heappop(self._heap)[1])
+        return passed
+
+    def served(self, num_inputs: int, num_outputs: int, now: float) -> None:
+        """A step was planned."""
+        pause = 0.0 if self._last is None else now - self._last
+        self._last = now
+        if pause <= _LONGEST_STEP_S:
+            fade = 0.5 ** (pause / _HALF_LIFE_S)
+            self._seconds = self._seconds * fade + pause
+            self._work = self._work * fade + INPUT_WEIGHT * num_inputs + OUTPUT_WEIGHT * num_outputs
+
+    def ended(self, num_outputs: int) -> None:
+        """A request ended with so many tokens."""
+        if self._mean_outputs is None:
+            self._mean_outputs = num_outputs
+        self._mean_outputs += (num_outputs - self._mean_outputs) / _OUTPUTS_REMEMBERED
+
+    def expected_wait_s(self, namespace: str, num_inputs: int, waiting: Iterable[Sequence]) -> float:
+        """Of a new request, until it starts and its prompt is computed; 0 while nothing is known."""
+        ahead: defaultdict[str, float] = defaultdict(float)
+        for seq in waiting:
+            ahead[seq.namespace] += self._work_of(seq)
+        if not ahead or not self._work:
+            return 0.0
+        own = ahead.pop(namespace, 0.0) + INPUT_WEIGHT * num_inputs
+        total = own + sum(min(work, own) for work in ahead.values())
+        return total * self._seconds / self._work
+
+    def check(self, namespace: str, num_inputs: int, timeout_s: float, waiting: Iterable[Sequence]) -> None:
+        """Raises Overloaded if the first token is not to be expected in time."""
+        wait_s = self.expected_wait_s(namespace, num_inputs, waiting)
+        if wait_s > timeout_s:
+            raise Overloaded(
+                f"the first token is expected in {wait_s:.1f} s, asked for within {timeout_s:g} s",
+                param="timeout_s",
+                retry_after_s=wait_s - timeout_s,
+            )
+
+    def _work_of(self, seq: Sequence) -> float:
+        most = seq.max_tokens - seq.num_outputs
+        num_outputs = most if self._mean_outputs is None else min(most, self._mean_outputs)
+        return INPUT_WEIGHT * seq.num_uncomputed + OUTPUT_WEIGHT * num_outputs

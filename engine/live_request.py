@@ -1,0 +1,31 @@
+"""A request that the engine has accepted and that has not ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import GenerateRequest
+from engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """`seq` is None while its adapter is being read."""
+
+    request: GenerateRequest
+    arrival: int
+    arrived: float
+    seq: Sequence | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        timeout_s = self.request.timeout_s
+        return None if timeout_s is None else self.arrived + timeout_s
+
+    @property
+    def is_started(self) -> bool:
+        return self.seq is not None and (self.seq.is_running or self.seq.num_outputs > 0)
+
+    @property
+    def name(self) -> str | None:
+        return self.request.adapter.name if self.request.adapter else None
