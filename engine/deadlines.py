@@ -1,7 +1,7 @@
 """Requests that must have their first token by some time. Pure; `now` comes in.
 
 They are refused at arrival if that looks hopeless, and given up when the time has passed. The wait is the
-work that goes before, at the rate of late: the account's own requests in the queue, and as much of every other
+work that goes before, at the rate of late: the own requests in the queue, and as much of every other
 account: fairness lets no more pass. Work is in weighted tokens, as in `engine.waiting`.
 """
 
