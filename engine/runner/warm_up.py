@@ -5,7 +5,7 @@ They write on page 0 only, which nobody owns yet, and read whatever lies there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from engine.plan import ScheduledChunk, StepPlan
 from engine.sampling_params import SamplingParams
@@ -20,16 +20,25 @@ def mixed_steps(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, page_tokens: int
 ) -> Iterator[tuple[StepPlan, SamplingParams]]:
     """The largest step first; each without an adapter and with the one in slot 0."""
-    num_full, rest = divmod(max_num_batched_tokens, max_model_len)
-    largest = [max_model_len] * num_full + [rest] * (rest > 0)
-    small = [[min(length, max_num_batched_tokens - 1), 1] for length in _LENGTHS]
+
+    def fit(lengths: Sequence[int]) -> list[int]:
+        """As much of it as a step may have."""
+        budget = max_num_batched_tokens
+        fitting = []
+        for length in lengths[:max_num_seqs]:
+            fitting.append(min(length, max_model_len, budget))
+            budget -= fitting[-1]
+        return [length for length in fitting if length]
+
+    largest = [max_model_len] * max_num_seqs
+    small = [[length, 1] for length in _LENGTHS]
     for slot in (-1, 0):
         for lengths in [largest, *small]:
-            yield _plan(lengths, slot, page_tokens), _GREEDY
+            yield _plan(fit(lengths), slot, page_tokens), _GREEDY
     for params in (_FILTERED, _EDITED):
         for num_seqs in (1, 2):
-            yield _plan([2] * num_seqs, -1, page_tokens), params
-    yield _plan([1] * max_num_seqs, -1, page_tokens), _EDITED  # logits of all are copied
+            yield _plan(fit([2] * num_seqs), -1, page_tokens), params
+    yield _plan(fit([1] * max_num_seqs), -1, page_tokens), _EDITED  # logits of all are copied
 
 
 def _plan(lengths: list[int], slot: int, page_tokens: int) -> StepPlan:
