@@ -33,11 +33,13 @@ from engine.errors import Conflict, RequestTooLarge
 from engine.memory import EvictionCause, Needed, PoolMemory
 from engine.plan import PENDING, ScheduledChunk, StepPlan
 from engine.request import FinishReason
+from engine.residency import AdapterResidency
 from engine.sequence import Sequence
 from engine.waiting import WaitingQueue
 
-MAX_LACKING_PAGES = 8
-"""So many requests that lack pages are tried a step: those behind would hardly fit, and trying costs time."""
+MAX_LACKING = 8
+"""So many requests that lack pages, or a slot, are tried a step: those behind would hardly get it, and trying
+costs time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +245,8 @@ class Scheduler:
     def _admit(self, admission: Admission, chunks: list[ScheduledChunk], now: float) -> list[str]:
         admitted: list[str] = []
         blocked: list[tuple[Sequence, int]] = []  # and how many were admitted before it
-        set_aside: set[str] = set()  # namespaces whose requests all lack the same, or are to be drained
-        is_draining = False
-        num_lacking_pages = 0
+        set_aside = _SetAside(self.memory.residency)
+        num_lacking: Counter[Lack] = Counter()
         budget = self.config.max_num_batched_tokens - sum(len(c.token_ids) for c in chunks)
         for seq in self.waiting.candidates(set_aside):
             if budget <= 0 or len(self.running) == self.config.max_num_seqs:
@@ -257,23 +258,19 @@ class Scheduler:
                 budget -= len(chunks[-1].token_ids)
                 admitted.append(seq.request_id)
                 continue
+            num_lacking[lack] += 1
             if lack is not Lack.PAGES:
-                set_aside.add(seq.namespace)
-            if lack in (Lack.IMAGE, Lack.COPY):
-                continue
-            blocked.append((seq, len(admitted)))
-            if seq.blocked_since is None:
-                seq.blocked_since = now
-            is_starving = self._is_starving(seq, now)
-            if lack is Lack.PAGES:
-                num_lacking_pages += 1
-                if is_starving or num_lacking_pages == MAX_LACKING_PAGES:
-                    break
-            elif is_starving and not is_draining:
-                draining = self._adapter_to_drain(admission.protected)
-                if draining is not None:
-                    set_aside.add(draining)
-                    is_draining = True
+                set_aside.add(seq.namespace, lack, num_lacking[lack])
+            is_starving = False
+            if lack in (Lack.PAGES, Lack.SLOT):
+                blocked.append((seq, len(admitted)))
+                is_starving = self._is_starving(seq, now)
+            if lack is Lack.PAGES and (is_starving or num_lacking[lack] == MAX_LACKING):
+                break
+            if lack is Lack.SLOT and is_starving and not set_aside.drained:
+                set_aside.drained = self._adapter_to_drain(admission.protected)
+            if set_aside.is_everything(self.waiting.namespaces):
+                break
         for seq, num_before in blocked:
             seq.num_overtaken += len(admitted) - num_before
         return admitted
@@ -283,7 +280,9 @@ class Scheduler:
         _insert(self.running, seq)
 
     def _is_starving(self, seq: Sequence, now: float) -> bool:
-        assert seq.blocked_since is not None
+        """It is blocked now, and was for too long."""
+        if seq.blocked_since is None:
+            seq.blocked_since = now
         return (
             seq.num_overtaken >= self.config.max_overtakes
             or now - seq.blocked_since >= self.config.max_overtaken_s
@@ -349,6 +348,35 @@ class Scheduler:
             adapter_slot=adapter.slot if adapter else -1,
             samples=end == len(seq.token_ids) + seq.num_pending,
         )
+
+
+class _SetAside(Container[str]):
+    """Namespaces of which no request is tried any more in this step: they lack the same, or are drained."""
+
+    def __init__(self, residency: AdapterResidency) -> None:
+        self.drained: str | None = None  # makes room for others; its own requests wait
+        self._namespaces: set[str] = set()
+        self._residency = residency
+        self._all_cold = False
+
+    def add(self, namespace: str, lack: Lack, count: int) -> None:
+        """`count`: namespaces that lack it."""
+        self._namespaces.add(namespace)
+        is_cold = self._residency.get(namespace) is None
+        # no other copy starts in this step, or no slot will be found
+        if (lack is Lack.COPY and is_cold) or (lack is Lack.SLOT and count >= MAX_LACKING):
+            self._all_cold = True
+
+    def is_everything(self, waiting: Container[str]) -> bool:
+        """Whether nobody of `waiting` is left to try; told only when that is cheap to find out."""
+        if not self._all_cold or ("" in waiting and "" not in self):
+            return False
+        return not any(a.digest in waiting and a.digest not in self for a in self._residency)
+
+    def __contains__(self, namespace: object) -> bool:
+        if namespace in self._namespaces or namespace == self.drained:
+            return True
+        return self._all_cold and bool(namespace) and self._residency.get(str(namespace)) is None
 
 
 def _arrival(seq: Sequence) -> int:

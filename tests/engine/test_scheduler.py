@@ -10,7 +10,7 @@ import pytest
 from engine.errors import RequestTooLarge
 from engine.memory import EvictionCause, PoolMemory
 from engine.plan import PENDING, StepPlan
-from engine.scheduler import MAX_LACKING_PAGES, Scheduler, SchedulerConfig
+from engine.scheduler import MAX_LACKING, Scheduler, SchedulerConfig
 from engine.sequence import Sequence
 from tests.engine.simulation import VOCAB, Simulation
 
@@ -423,7 +423,7 @@ class CountingMemory(PoolMemory):
         return super().can_take(*args, **kwargs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("digest", "most"), [(None, MAX_LACKING_PAGES), ("B", 0)])
+@pytest.mark.parametrize(("digest", "most"), [(None, MAX_LACKING), ("B", 0)])
 def test_a_long_queue_of_blocked_requests_costs_few_looks(digest: str | None, most: int) -> None:
     """A step must stay short with 1000 waiting requests, whatever they lack."""
     memory = CountingMemory(num_pages=20, page_tokens=4, num_slots=1)
