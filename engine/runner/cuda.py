@@ -126,6 +126,8 @@ class CudaRunner:
         )
         self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._can_capture = comm.can_be_captured
+        # not yet shown to be right behind a sum over ranks
+        self._pdl = comm is ALONE
         self._graphs: dict[_Kind, _Captured] = {}
 
     def warm_up(self, watch: Stopwatch | None = None) -> None:
@@ -275,7 +277,7 @@ class CudaRunner:
     @torch.inference_mode()
     def _capture(self, kind: _Kind, memory: Any) -> _Captured:
         workspace = self._sgmv[kind.bucket]
-        branch: Branch = BesideBase(workspace, pdl=True) if kind.has_adapters else NoAdapters(pdl=True)
+        branch: Branch = BesideBase(workspace, self._pdl) if kind.has_adapters else NoAdapters(self._pdl)
         inputs = self._graph_inputs
         inputs.write((), kind.bucket, kind.num_seqs, self._sampler.slot)  # padding rows only
         inputs.host["lists"][:] = 0

@@ -6,17 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import spawn
 
+import engine.model.loading
 from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.loading import load_image
 from engine.model.llama import LlamaModel
 from engine.model.llama_cuda import AfterBase, BesideBase, Branch, CudaLlama, NoAdapters
 from engine.model.loading import load_weights
-from engine.model.spec import load_model_spec
+from engine.model.spec import load_model_spec, local_spec
 from engine.plan import ScheduledChunk
 from engine.runner.batch import build_batch
 from engine.runner.step_inputs import StepInputs
 from engine.shape import NUM_PROJECTIONS
+from engine.sharding import WHOLE, Shard
+from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, AdapterViews, absolute_offsets
 from kernels.sgmv.lists import lists_size, write_lists
@@ -27,27 +31,34 @@ from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_cuda.py does it there")
 
 PAGE_TOKENS = 16
-NUM_PAGES = 40
+NUM_PAGES = 80
 MAX_RANK = 24
 
 
-class Both:
-    """One model and pool, and both ways to run it."""
+def make_files(path: Path) -> None:
+    base = make_llama(path / "base")
+    for slot, (rank, targets) in enumerate([(4, ALL_LINEAR), (24, ["q_proj", "down_proj", "up_proj"])]):
+        make_adapter(base, path / str(slot), rank=rank, targets=targets, seed=slot)
 
-    def __init__(self, path: Path) -> None:
-        base = make_llama(path / "base")
-        self.spec = load_model_spec(str(base))
-        self.weights = load_weights(self.spec, torch.float32)
+
+class Both:
+    """One rank's model and pool, and both ways to run it."""
+
+    def __init__(self, path: Path, shard: Shard = WHOLE, comm: Comm = ALONE) -> None:
+        torch.manual_seed(0)
+        whole = load_model_spec(str(path / "base"))
+        self.spec = local_spec(whole, shard)
+        self.comm = comm
+        self.weights = load_weights(whole, torch.float32, shard=shard)
         shape = self.spec.shape
-        form = ImageFormat(shape, shape.page_elems(PAGE_TOKENS), torch.float32, MAX_RANK)
+        form = ImageFormat(whole.shape, shape.page_elems(PAGE_TOKENS), torch.float32, MAX_RANK, shard=shard)
         self.pool = torch.randn(NUM_PAGES, form.page_elems)
         self.views = AdapterViews(self.pool, [shape.widths(p) for p in range(NUM_PROJECTIONS)])
         self.table = AdapterTable.empty(2, shape.num_layers, NUM_PROJECTIONS, MAX_RANK)
         self.ranks = torch.zeros(2, dtype=torch.int32).numpy()
         first = 20
-        for slot, (rank, targets) in enumerate([(4, ALL_LINEAR), (24, ["q_proj", "down_proj", "up_proj"])]):
-            adapter = make_adapter(base, path / str(slot), rank=rank, targets=targets, seed=slot)
-            first = self._put(slot, load_image(str(adapter), form), first)
+        for slot in range(2):
+            first = self._put(slot, load_image(str(path / str(slot)), form), first)
 
     def _put(self, slot: int, image: AdapterImage, first: int) -> int:
         page_ids = tuple(range(first, first + image.num_pages))
@@ -60,7 +71,8 @@ class Both:
 
     def on_cpu(self, chunks: list[ScheduledChunk]) -> torch.Tensor:
         batch = build_batch(chunks, "cpu", PAGE_TOKENS)
-        return LlamaModel(self.spec, self.weights).forward(batch, self.pool.clone(), self.views)
+        model = LlamaModel(self.spec, self.weights, comm=self.comm)
+        return model.forward(batch, self.pool.clone(), self.views)
 
     def on_gpu(self, chunks: list[ScheduledChunk], kind: str) -> torch.Tensor:
         shape = self.spec.shape
@@ -69,7 +81,7 @@ class Both:
         plan = decode_plan(64, MAX_RANK) if kind == "beside" else prefill_plan(64, 8, MAX_RANK)
         inputs = StepInputs(64, 8, 8, lists_size(plan), PAGE_TOKENS, {}, torch.device("cpu"))
         batch = inputs.write(chunks, num_tokens, len(chunks), int)
-        model = CudaLlama(self.spec, self.weights, 128)
+        model = CudaLlama(self.spec, self.weights, 128, self.comm)
         modules = (model.qkv, model.o, model.gate_up, model.down)
         workspace = SgmvWorkspace(plan, modules, pool, self.table, inputs.device["lists"])
         workspace.poison()
@@ -103,17 +115,39 @@ class Both:
             lambda layer: None,
         )
         rows = device["rows"][: len(batch.sampled)]
-        return model.logits(hidden[rows], torch.empty(len(rows), shape.vocab_size))
+        return model.logits(hidden[rows], torch.empty(len(rows), len(self.weights.lm_head)))
 
 
 @pytest.mark.parametrize("kind", ["none", "beside", "after"])
 def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.model.loading.pack_weight", lambda weight: weight)  # as on a GPU
+    make_files(tmp_path)
     both = Both(tmp_path)
+    chunks = mixed_chunks(kind)
+    torch.testing.assert_close(both.on_gpu(chunks, kind), both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
+
+
+def test_two_ranks_equal_the_cpus(tmp_path: Path) -> None:
+    make_files(tmp_path)
+    spawn(_check_rank, (tmp_path,), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def _check_rank(rank: int, path: Path) -> None:
+    setattr(engine.model.loading, "pack_weight", lambda weight: weight)  # noqa: B010
+    torch.set_num_threads(1)
+    join(rank, 2, str(path / "rendezvous"), "cpu")
+    both = Both(path, Shard(rank, 2), Ranks([128, 128]))
+    for kind in ("beside", "after"):
+        chunks = mixed_chunks(kind)
+        torch.testing.assert_close(both.on_gpu(chunks, kind), both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
+    leave()
+
+
+def mixed_chunks(kind: str) -> list[ScheduledChunk]:
+    """Prefills from the start and behind cached keys, and a decode."""
     slots = (-1, -1, -1, -1) if kind == "none" else (-1, 0, 1, 0)
     lengths = [(0, 5), (0, 20), (17, 1), (3, 6)]
-    chunks = [
+    return [
         ScheduledChunk(str(i), start, tuple(range(i, i + length)), (4 * i, 4 * i + 1), slot, samples=True)
         for i, ((start, length), slot) in enumerate(zip(lengths, slots, strict=True))
     ]
-    torch.testing.assert_close(both.on_gpu(chunks, kind), both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
