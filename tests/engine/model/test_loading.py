@@ -127,7 +127,7 @@ def test_ranks_hold_all_weights_between_them(tmp_path: Path, tied: bool) -> None
     parts = [shard_shape(shape, Shard(rank, num_ranks)) for rank in range(num_ranks)]
     weights = [load_weights(spec, torch.float32, shard=part.shard) for part in parts]
     for i, layer in enumerate(whole.layers):
-        q, k, v = unpacked(layer.qkv).split([shape.q_size, shape.kv_size, shape.kv_size])
+        q, k, v = torch.split(unpacked(layer.qkv), [shape.q_size, shape.kv_size, shape.kv_size])
         gate, up = unpacked(layer.gate_up).chunk(2)
         for part, held in zip(parts, weights, strict=True):
             rows = [slice(p.start, p.end) for p in part.parts]
