@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 import engine.model.loading
 from engine.adapters.image import AdapterImage, ImageFormat
@@ -78,7 +78,10 @@ class Both:
         shape = self.spec.shape
         pool = self.pool.clone()
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        plan = decode_plan(64, MAX_RANK) if kind == "beside" else prefill_plan(64, 8, MAX_RANK)
+        if kind == "beside":
+            plan = decode_plan(num_tokens, MAX_RANK)
+        else:
+            plan = prefill_plan(num_tokens, 8, MAX_RANK)
         inputs = StepInputs(64, 8, 8, lists_size(plan), PAGE_TOKENS, {}, torch.device("cpu"))
         batch = inputs.write(chunks, num_tokens, len(chunks), int)
         model = CudaLlama(self.spec, self.weights, 128, self.comm)
@@ -129,7 +132,8 @@ def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
 
 def test_two_ranks_equal_the_cpus(tmp_path: Path) -> None:
     make_files(tmp_path)
-    spawn(_check_rank, (tmp_path,), nprocs=2)  # type: ignore[no-untyped-call]
+    # forked: importing everything anew would take most of the time
+    start_processes(_check_rank, (tmp_path,), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
 
 
 def _check_rank(rank: int, path: Path) -> None:
