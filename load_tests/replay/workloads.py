@@ -51,14 +51,14 @@ def pages_of(rank: int) -> int:
     return math.ceil(rank * 2.5)
 
 
-def slora(n: int, duration_s: float, rate: float = 50.0, seed: int = 0) -> Workload:
+def slora(n: int, duration_s: float, rate: float = 100.0, seed: int = 0) -> Workload:
     """`rate` requests a second: more than a replica can serve, so that throughput is what is compared."""
     rng = random.Random(42 + seed)
     ranks = tuple(itertools.islice(itertools.cycle((64, 32, 16, 8)), n))
     return _build(f"slora-s2 n={n}", ranks, duration_s, rate, rng, lambda: int(rng.random() * n), _uniform)
 
 
-def punica(popularity: str, duration_s: float, rate: float = 5.0, seed: int = 0) -> Workload:
+def punica(popularity: str, duration_s: float, rate: float = 7.0, seed: int = 0) -> Workload:
     rng = random.Random(0xABCDABCD987 + seed)
     num_requests = int(rate * duration_s * 1.5)
     if popularity == "distinct":
@@ -72,7 +72,7 @@ def punica(popularity: str, duration_s: float, rate: float = 5.0, seed: int = 0)
     return _build("punica-skewed", (16,) * n, duration_s, rate, rng, pick, _punica)
 
 
-def chameleon(duration_s: float, rate: float = 16.0, n: int = 500, seed: int = 0) -> Workload:
+def chameleon(duration_s: float, rate: float = 20.0, n: int = 500, seed: int = 0) -> Workload:
     rng = random.Random(7 + seed)
     classes = (8, 16, 32, 64, 128)
     ranks = tuple(classes[i % len(classes)] for i in range(n))
@@ -81,7 +81,7 @@ def chameleon(duration_s: float, rate: float = 16.0, n: int = 500, seed: int = 0
 
 
 def zipf(
-    exponent: float, duration_s: float, rate: float = 20.0, host_bytes: int = HOST_BYTES, seed: int = 0
+    exponent: float, duration_s: float, rate: float = 30.0, host_bytes: int = HOST_BYTES, seed: int = 0
 ) -> Workload:
     rng = random.Random(11 + seed)
     n = 1000
@@ -91,7 +91,7 @@ def zipf(
     return _build(name, ranks, duration_s, rate, rng, pick, _uniform, 1 / 3, host_bytes)
 
 
-def thrash(fits: bool, duration_s: float, rate: float = 20.0, seed: int = 0) -> Workload:
+def thrash(fits: bool, duration_s: float, rate: float = 35.0, seed: int = 0) -> Workload:
     rng = random.Random(3 + seed)
     n = int(POOL_PAGES * (0.5 if fits else 2.0)) // pages_of(16)
     name = "thrash (fits)" if fits else "thrash"
@@ -101,14 +101,14 @@ def thrash(fits: bool, duration_s: float, rate: float = 20.0, seed: int = 0) -> 
 def standard(scale: float = 1.0, seed: int = 0) -> list[Callable[[], Workload]]:
     """Makers of all workloads; `scale` of their durations."""
     return [
-        *(partial(slora, n, 20 * scale, seed=seed) for n in (5, 100, 1000, 2000)),
-        partial(punica, "skewed", 30 * scale, seed=seed),
-        partial(punica, "distinct", 30 * scale, seed=seed),
-        partial(chameleon, 40 * scale, seed=seed),
-        *(partial(zipf, exponent, 40 * scale, seed=seed) for exponent in (1.0, 1.2, 1.5)),
-        partial(zipf, 1.0, 40 * scale, host_bytes=32 * GIB, seed=seed),
-        partial(thrash, True, 40 * scale, seed=seed),
-        partial(thrash, False, 40 * scale, seed=seed),
+        *(partial(slora, n, 8 * scale, seed=seed) for n in (5, 100, 1000, 2000)),
+        partial(punica, "skewed", 40 * scale, seed=seed),
+        partial(punica, "distinct", 40 * scale, seed=seed),
+        partial(chameleon, 25 * scale, seed=seed),
+        *(partial(zipf, exponent, 25 * scale, seed=seed) for exponent in (1.0, 1.2, 1.5)),
+        partial(zipf, 1.0, 25 * scale, host_bytes=32 * GIB, seed=seed),
+        partial(thrash, True, 20 * scale, seed=seed),
+        partial(thrash, False, 20 * scale, seed=seed),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -128,3 +129,15 @@ def test_the_standard_workloads_are_seeded() -> None:
 def test_a_replay_needs_no_torch() -> None:
     code = "import sys, load_tests.replay.__main__; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_memory_of_two_thousand_adapters_costs_at_most_a_tenth_of_the_throughput() -> None:
+    """Copies, reads, less room for KV; without the time to read them in every step, which is kernels'."""
+    model = replace(StepModel.measured(), rank=0.0)
+    rates = []
+    for n in (5, 2000):
+        workload = slora(n, 6.0)
+        replica = Replica(workload, OURS, model)
+        replica.run()
+        rates.append(summarise(workload, OURS.name, replica).tokens_per_s)
+    assert rates[1] > 0.9 * rates[0]
