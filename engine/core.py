@@ -248,7 +248,10 @@ class EngineCore:
         sampling = {c.request_id: self.scheduler[c.request_id] for c in plan.chunks if c.samples}
         self._in_flight.append(sampling)
         self._step_clock.submitted(now, self._work(plan))
-        self.stats.steps += bool(plan.chunks)
+        if plan.chunks:
+            self.stats.steps += 1
+            digests = {self.scheduler[chunk.request_id].digest for chunk in plan.chunks}
+            self.stats.step_adapters.observe(len(digests - {None}))
         if self.scheduler.waiting:
             num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
             self._deadlines.served(num_tokens, len(sampling), now)
@@ -264,7 +267,9 @@ class EngineCore:
     def _collect(self) -> None:
         sampling = self._in_flight.popleft()
         sampled = self._runner.collect()
-        self._step_clock.collected(self._clock(), is_last=not self._in_flight)
+        seconds = self._step_clock.collected(self._clock(), is_last=not self._in_flight)
+        if seconds is not None:
+            self.stats.step_seconds.observe(seconds)
         for token in sampled:
             seq = sampling[token.request_id]
             # it may have ended meanwhile, and another one may have its id
@@ -377,7 +382,7 @@ class EngineCore:
         for eviction in evictions:
             self.stats.hbm_evictions[eviction.cause.value] += 1
             if eviction.digest in names:
-                self.stats.adapter(names[eviction.digest]).evictions += 1
+                self.stats.adapter(names[eviction.digest]).evictions[eviction.cause.value] += 1
 
     def _on_token(self, seq: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         request_id = seq.request_id
@@ -429,16 +434,15 @@ class EngineCore:
             with suppress(Conflict):
                 self._pin(digest)
         stats = self.stats.adapter(name)
-        stats.loads += 1
-        stats.load_seconds_sum += loaded.seconds
+        assert loaded.image is not None
+        stats.on_load(loaded.seconds, loaded.image.rank, loaded.image.is_from_disk)
         self.stats.load_seconds.observe(loaded.seconds)
         for waiter in loaded.waiters:
             if waiter in self._calls:
                 self._events.append(self._answer(waiter, digest))
                 continue
             record = self.requests[waiter]
-            stats.misses += 1
-            stats.blocked_seconds_sum += self._clock() - record.arrived
+            stats.on_wait(self._clock() - record.arrived, loaded.image.is_from_disk)
             try:
                 self._enqueue(record, digest)
             except LorafleetError as error:

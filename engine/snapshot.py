@@ -29,7 +29,9 @@ def snapshot(core: EngineCore) -> dict[str, Any]:
             "adapters": pool.num_used(PageKind.ADAPTER),
         },
         "lora_pages": core.memory.residency.num_leased_pages,
+        "running_ranks": _running_ranks(core),
         "page_bytes": core.geometry.page_bytes,
+        "page_tokens": core.geometry.page_tokens,
         "slots": {"total": core.memory.residency.num_slots, "used": len(core.memory.residency)},
         "host_cache": {
             "capacity_bytes": core.manager.cache.capacity_bytes,
@@ -40,6 +42,8 @@ def snapshot(core: EngineCore) -> dict[str, Any]:
             "host": {"bytes": core.manager.num_evicted},
         },
         "load_seconds": core.stats.load_seconds.to_dict(),
+        "step_seconds": core.stats.step_seconds.to_dict(),
+        "step_adapters": core.stats.step_adapters.to_dict(),
         "adapters": _adapters(core),
     }
 
@@ -54,6 +58,12 @@ def _tokens(core: EngineCore) -> dict[str, int]:
             queued += record.seq.num_uncomputed
             running += record.seq.num_computed
     return {"queued": queued, "running": running}
+
+
+def _running_ranks(core: EngineCore) -> int:
+    """Sum over the running batch: what its LoRA products cost grows with it."""
+    names = (core.requests[seq.request_id].name or BASE for seq in core.scheduler.running)
+    return sum(core.stats.adapters[name].rank for name in names if name in core.stats.adapters)
 
 
 def _adapters(core: EngineCore) -> dict[str, Any]:
@@ -71,6 +81,7 @@ def _adapters(core: EngineCore) -> dict[str, Any]:
             "digest": digest,
             "tier": "hbm" if resident else "host" if digest in core.manager else "source",
             "pages": len(resident.page_ids) if resident else 0,
+            "host_bytes": core.manager.image(digest).nbytes if digest in core.manager else 0,
             "pinned": bool(resident and resident.pinned),
         }
     adapters[BASE] = {}

@@ -20,15 +20,20 @@ class StepClock:
         if self._began is None:
             self._began = now
 
-    def collected(self, now: float, is_last: bool) -> None:
-        """`is_last`: no step is in flight any more; else the next one begins now."""
+    def collected(self, now: float, is_last: bool) -> float | None:
+        """Returns the seconds that it took, if it did work.
+
+        `is_last`: no step is in flight any more; else the next one begins now.
+        """
         assert self._began is not None
+        seconds = now - self._began
         work = self._in_flight.popleft()
         if work is not None:
-            self.costs.observe(work, now - self._began)
+            self.costs.observe(work, seconds)
         # the newest step tells most: steps of one kind follow each other
-        self._step_s += 0.5 * (now - self._began - self._step_s)
+        self._step_s += 0.5 * (seconds - self._step_s)
         self._began = None if is_last else now
+        return None if work is None else seconds
 
     def free_at(self, now: float) -> float:
         return now if self._began is None else max(now, self._began + self._step_s)

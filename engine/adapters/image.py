@@ -53,6 +53,7 @@ class AdapterImage:
     scales: torch.Tensor  # float32 [layers, projections]
     report: dict[str, Any]
     chat_template: str | None
+    is_from_disk: bool = False  # read from the local copy, not from the source
 
     @property
     def num_pages(self) -> int:

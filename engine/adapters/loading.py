@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from engine.adapters.checkpoint import start_checkpoint
 from engine.adapters.disk_writer import DiskWriter
@@ -29,7 +30,7 @@ def load_image(
     if disk and version and is_remote:
         image = _read_from_disk(uri, version, form, check, disk)
         if image is not None:
-            return image
+            return replace(image, is_from_disk=True)
 
     def read() -> AdapterImage:
         reader = open_reader(describe(uri), check)

@@ -257,5 +257,12 @@ class Replica:
 
 
 def _image(digest: str, num_pages: int) -> AdapterImage:
-    image: Any = SimpleNamespace(digest=digest, num_pages=num_pages, nbytes=num_pages * PAGE_BYTES, report={})
+    image: Any = SimpleNamespace(
+        digest=digest,
+        num_pages=num_pages,
+        nbytes=num_pages * PAGE_BYTES,
+        rank=0,  # of interest to metrics only
+        is_from_disk=False,
+        report={},
+    )
     return cast("AdapterImage", image)

@@ -84,11 +84,14 @@ class FakeLoader:
         self.is_closed = True
 
 
-def image(number: int, num_pages: int = 2) -> AdapterImage:
+def image(number: int, num_pages: int = 2, is_from_disk: bool = False) -> AdapterImage:
+    """Its rank is 8."""
     fake = SimpleNamespace(
         digest=f"digest-{number}",
         num_pages=num_pages,
         nbytes=num_pages * PAGE_BYTES,
+        rank=8,
+        is_from_disk=is_from_disk,
         report={"status": "ok", "digest": f"digest-{number}"},
     )
     return cast("AdapterImage", fake)
