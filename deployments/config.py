@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from engine.config import EngineConfig
-from router.policy import DEFAULT_MEMORY_S, DEFAULT_SLACK
+from router.policy import DEFAULT_MAX_WAIT_S, DEFAULT_MEMORY_S, DEFAULT_SLACK
 
 _ENGINE_OPTIONS = frozenset(f.name for f in fields(EngineConfig)) - {"model", "device"}
 
@@ -22,6 +22,7 @@ class RouterArgs(BaseModel):
 
     slack: int = Field(default=DEFAULT_SLACK, ge=1)  # requests; differences in load below it are noise
     memory_s: float = Field(default=DEFAULT_MEMORY_S, gt=0)  # of own placements that are not reported yet
+    max_wait_s: float = Field(default=DEFAULT_MAX_WAIT_S, gt=0)  # for a replica, else refused
 
 
 class AppArgs(BaseModel):

@@ -6,30 +6,23 @@ here, how long they waited for their first token, how they ended, and when each 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import Any
 
 from deployments.label_cap import LabelCap
-from engine.stats import BASE
+from deployments.request_times import RequestTimes
+from engine.stats import BASE, Histogram
 
 # an adapter that nobody has asked for lately can give its slot to another one
 UNUSED_AFTER_S = 10.0
+# adapters that the router is told of: the latest used ones of a tier. Serve gives routers whole values and may
+# skip some, so there are no deltas; one that is not named is found by its home, where routers sent it before
+MAX_NAMED = {"hbm": 256, "loading": 64, "host": 128}
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-
-
-class Histogram:
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def to_json(self) -> dict[str, Any]:
-        return {"bounds": list(self.bounds), "counts": list(self.counts), "sum": self.sum}
+TPOT_BOUNDS_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+E2E_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
+ABORT, ERROR = "abort", "error"  # why a request ended, beside the finish reasons of its choices
 
 
 @dataclass(slots=True)
@@ -39,6 +32,10 @@ class AdapterBook:
     ttft_seconds_sum: float = 0.0
     ttft_count: int = 0
     errors: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)  # by reason
+
+
+_NEVER = AdapterBook(last_used=float("-inf"))
 
 
 class ReplicaBooks:
@@ -47,6 +44,8 @@ class ReplicaBooks:
         self._adapters: dict[str, AdapterBook] = {}
         self._routes: dict[str, int] = {}
         self._ttft = Histogram(TTFT_BOUNDS_S)
+        self._tpot = Histogram(TPOT_BOUNDS_S)
+        self._e2e = Histogram(E2E_BOUNDS_S)
 
     def arrived(self, adapter: str, route: str, now: float) -> None:
         book = self._adapters.setdefault(adapter, AdapterBook())
@@ -68,6 +67,17 @@ class ReplicaBooks:
         if error is not None:
             book.errors[error] = book.errors.get(error, 0) + 1
 
+    def finished(self, adapter: str, times: RequestTimes, is_error: bool) -> None:
+        """Before `ended`. Only requests that were answered whole count in the durations."""
+        reason = ERROR if is_error else times.finish_reason or ABORT
+        counts = self._adapters[adapter].finished
+        counts[reason] = counts.get(reason, 0) + 1
+        if reason in (ABORT, ERROR):
+            return
+        self._e2e.observe(times.last - times.arrived)
+        if times.seconds_per_token is not None:
+            self._tpot.observe(times.seconds_per_token)
+
     def forget(self, adapter: str) -> None:
         """It was unloaded: its series end."""
         book = self._adapters.get(adapter)
@@ -76,6 +86,17 @@ class ReplicaBooks:
 
     def in_use(self) -> set[str]:
         return {name for name, book in self._adapters.items() if book.in_flight} - {BASE}
+
+    def latest(self, adapters: set[str], count: int) -> list[str]:
+        """Those used latest, sorted by name; in use is latest."""
+        if len(adapters) <= count:
+            return sorted(adapters)
+
+        def last_used(name: str) -> tuple[bool, float, str]:
+            book = self._adapters.get(name, _NEVER)
+            return bool(book.in_flight), book.last_used, name
+
+        return sorted(nlargest(count, adapters, last_used))
 
     def is_unused(self, adapter: str, now: float) -> bool:
         book = self._adapters.get(adapter)
@@ -87,7 +108,10 @@ class ReplicaBooks:
         tiers = {name: entry["tier"] for name, entry in adapters.items() if entry.get("tier")}
         for name, book in self._adapters.items():
             adapters.setdefault(name, {}).update(
-                ttft_seconds_sum=book.ttft_seconds_sum, ttft_count=book.ttft_count, errors=dict(book.errors)
+                ttft_seconds_sum=book.ttft_seconds_sum,
+                ttft_count=book.ttft_count,
+                errors=dict(book.errors),
+                finished=dict(book.finished),
             )
         return {
             **stats,
@@ -95,37 +119,66 @@ class ReplicaBooks:
             "resident": sorted(name for name, tier in tiers.items() if tier == "hbm"),
             "awaited": sorted(n for n, tier in tiers.items() if tier != "hbm" and adapters[n].get("waiting")),
             "routes": dict(self._routes),
-            "ttft_seconds": self._ttft.to_json(),
+            "num_host": sum(tier == "host" for tier in tiers.values()),
+            "ttft_seconds": self._ttft.to_dict(),
+            "tpot_seconds": self._tpot.to_dict(),
+            "e2e_seconds": self._e2e.to_dict(),
         }
 
 
 def routing_stats(stats: dict[str, Any], books: ReplicaBooks, now: float) -> dict[str, Any]:
-    """What the router needs: small, sorted and coarse, because any change goes to every router."""
-    tiers = {name: entry.get("tier") for name, entry in stats.get("adapters", {}).items()}
-    resident = sorted(name for name, tier in tiers.items() if tier == "hbm")
+    """What the router needs: bounded, sorted and coarse, because any change goes to every router."""
+    adapters = stats.get("adapters", {})
+    tiers: dict[str, set[str]] = {"hbm": set(), "loading": set(), "host": set()}
+    for name, entry in adapters.items():
+        if entry.get("tier") in tiers:
+            tiers[entry["tier"]].add(name)
     # whatever is asked for and not there is on its way
-    loading = sorted((books.in_use() | {n for n, tier in tiers.items() if tier == "loading"}) - {*resident})
+    tiers["loading"] = (tiers["loading"] | books.in_use()) - tiers["hbm"]
+    tiers["host"] -= tiers["loading"]
+    pages, tokens = stats.get("pages", {}), stats.get("tokens", {})
     grain = max(1, stats.get("max_num_seqs", 1) // 8)
+    named = {tier: books.latest(names, MAX_NAMED[tier]) for tier, names in tiers.items()}
+    cost = stats.get("step_cost")
     return {
-        "resident": resident,
-        "loading": loading,
-        "host": sorted(name for name, tier in tiers.items() if tier == "host" and name not in loading),
+        "resident": named["hbm"],
+        "loading": named["loading"],
+        "host": named["host"],
+        "num_resident": len(tiers["hbm"]),
+        "num_host": len(tiers["host"]),
         "running": _round_up(stats.get("running", 0), grain),
         "waiting": _round_up(stats.get("waiting", 0), grain),
-        "free_slots": _free_slots(stats, resident, books, now) - len(loading),
+        **_room(stats, tiers["hbm"], len(tiers["loading"]), books, now),
+        "free_pages": _coarse(pages.get("free", 0) + pages.get("prefix", 0)),
+        "queued_tokens": _coarse(tokens.get("queued", 0)),
+        "running_tokens": _coarse(tokens.get("running", 0)),
+        "lora_pages": _coarse(stats.get("lora_pages", 0)),
+        "adapter_pages": _coarse(pages.get("adapters", 0) // max(1, len(tiers["hbm"]))),
+        "step_cost": cost and [float(f"{value:.1e}") for value in cost],
+        "model": stats.get("model", ""),
     }
 
 
-def _free_slots(stats: dict[str, Any], resident: list[str], books: ReplicaBooks, now: float) -> int:
-    """Adapters that fit without taking a slot, or pages, from one that is in use."""
+def _room(
+    stats: dict[str, Any], resident: set[str], num_loading: int, books: ReplicaBooks, now: float
+) -> dict[str, int]:
+    """Adapters that fit without giving up one that was used lately, or one that is in use now."""
     slots, pages, adapters = stats.get("slots", {}), stats.get("pages", {}), stats.get("adapters", {})
-    unused = sum(books.is_unused(name, now) and not adapters[name].get("pinned") for name in resident)
+    movable = [name for name in resident if not adapters[name].get("pinned")]
+    in_use = books.in_use()
+    idle = sum(name not in in_use for name in movable)
+    unused = sum(books.is_unused(name, now) for name in movable)
     free = slots.get("total", 1) - slots.get("used", 0)
     if resident and pages:
         size = max(1, pages["adapters"] // len(resident))
         free = min(free, (pages["free"] + pages["prefix"]) // size)
-    return int(free + unused)
+    return {"free_slots": free + unused - num_loading, "idle_slots": free + idle - num_loading}
 
 
 def _round_up(value: int, grain: int) -> int:
     return -(-value // grain) * grain
+
+
+def _coarse(value: int) -> int:
+    """Up to the next number of two binary digits and zeros: 1, 2, 3, 4, 6, 8, 12, ..."""
+    return _round_up(value, 1 << max(0, value.bit_length() - 2))

@@ -3,8 +3,12 @@
 Serve pickles this module by value into every process that holds a handle, so its imports stay light and
 must exist on every node. Each handle has a router of its own; they share nothing but the replicas' stats:
 
-    routing_stats     {"resident", "host", "loading": sorted names, "running", "waiting", "free_slots": ints}
+    routing_stats     see `deployments.replica_books.routing_stats`
     replica_metadata  {"max_num_seqs", "max_adapters": ints}
+
+Stats are read when they arrive, not when a request does. Choosing asks nobody: how many requests a replica
+has is known from its stats, from its answers, and from what was sent since; if it is full all the same, it
+rejects and says so. A request that would wait in the router for more than `max_wait_s` is refused at once.
 
 Every call carries a multiplexed_model_id, the base model's being BASE_ID. A caller that passes `route=""`
 gets it replaced by the reason of the choice, so that the replica can count reasons.
@@ -12,10 +16,13 @@ gets it replaced by the reason of the choice, so that the replica can count reas
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
 from random import Random
 from typing import Any
 
+from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import (
     FIFOMixin,
     MultiplexMixin,
@@ -26,14 +33,69 @@ from ray.serve.request_router import (
 )
 
 from engine.stats import BASE
-from router.policy import DEFAULT_MEMORY_S, DEFAULT_SLACK, ReplicaSnapshot, ResidencyPolicy
+from engine.step_cost import StepCost
+from router.fleet_table import UNKNOWN_COST, Report
+from router.policy import (
+    DEFAULT_MAX_WAIT_S,
+    DEFAULT_MEMORY_S,
+    DEFAULT_SLACK,
+    ResidencyPolicy,
+    RouteRequest,
+)
 
 BASE_ID = BASE  # a call without an id would get another request's replica
+BURST_S = 1.0  # nobody is refused before so long a time shows how fast requests end
+PREFIX_TOKENS = 64  # prompts that agree in so many may share pages of the prefix cache
 
 
 class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
-    def initialize_state(self, slack: int = DEFAULT_SLACK, memory_s: float = DEFAULT_MEMORY_S) -> None:
+    def initialize_state(
+        self,
+        slack: int = DEFAULT_SLACK,
+        memory_s: float = DEFAULT_MEMORY_S,
+        max_wait_s: float = DEFAULT_MAX_WAIT_S,
+    ) -> None:
         self._policy = ResidencyPolicy(Random(), slack=slack, memory_s=memory_s)
+        self._table = self._policy.table
+        self._stats_seen: dict[str, dict[str, Any]] = {}
+        self._running_replicas: dict[str, RunningReplica] = {}
+        self._max_wait_s = max_wait_s
+        self._selected: Counter[str] = Counter()  # replica -> requests that Serve is about to send there
+        self._num_waiting = 0
+        self._busy_since = 0.0  # when somebody began to wait, and somebody did ever since
+        self._num_ended = 0  # requests, since then
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        self._running_replicas = {r.replica_id.unique_id: r for r in replicas}
+        for replica_id in self._stats_seen.keys() - self._running_replicas.keys():
+            self._forget(replica_id)
+        for replica_id, replica in self._running_replicas.items():
+            self._read_stats(replica_id, replica)
+        super().update_replicas(replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._forget(replica_id.unique_id)
+
+    def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
+        super().on_new_queue_len_info(replica_id, num_ongoing_requests)
+        if replica_id.unique_id in self._table:
+            # if that means that it rejected our request, this will end now and count as one less
+            is_full = num_ongoing_requests >= self._table[replica_id.unique_id].capacity
+            self._table.answered(replica_id.unique_id, num_ongoing_requests + is_full, time.monotonic())
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Broadcasts are sent without being routed."""
+        super().on_send_request(replica_id)
+        if self._selected[replica_id.unique_id]:
+            self._selected[replica_id.unique_id] -= 1
+        else:
+            self._table.sent(replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        super().on_request_completed(replica_id, internal_request_id)
+        self._num_ended += 1
+        self._table.sent(replica_id.unique_id, -1)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -42,19 +104,52 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
             return [list(candidate_replicas)]
         # without it the retry loop spins
         pending_request.routing_context.should_backoff = True
-        adapter = _adapter(pending_request)
-        by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
-        choice = self._policy.choose(
-            adapter, [self._snapshot(r) for r in candidate_replicas], time.monotonic()
-        )
+        choice = self._policy.choose(_route_request(pending_request), time.monotonic())
         if "route" in pending_request.kwargs:
             pending_request.kwargs["route"] = choice.reason
-        return [[by_id[replica_id]] for replica_id in choice.order]
+        return [[self._running_replicas[replica_id]] for replica_id in choice.order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """It may not be the first of the order."""
         adapter = _adapter(pending_request)
-        if adapter is not None:
-            self._policy.routed(adapter, replica_id.unique_id, time.monotonic())
+        if adapter is not None and replica_id.unique_id in self._table:
+            self._table.place(self._table[replica_id.unique_id], adapter, time.monotonic())
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Raises BackPressureError if it would wait too long, or did."""
+        now = time.monotonic()
+        if self._would_wait_too_long(now):
+            raise self._refusal()
+        if not is_retry:
+            self._policy.arrived(_adapter(pending_request), now)
+        if not self._num_waiting:
+            self._busy_since, self._num_ended = now, 0
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except TimeoutError:
+            raise self._refusal() from None
+        finally:
+            self._num_waiting -= 1
+
+    async def _select_from_candidate_replicas(
+        self, candidates: list[RunningReplica], backoff_index: int
+    ) -> RunningReplica | None:
+        """Serve would ask a replica for its queue length: when it was idle for 10 s, and when it is full."""
+        (candidate,) = candidates
+        replica_id = candidate.replica_id.unique_id
+        if replica_id not in self._table:  # it died meanwhile
+            return None
+        replica = self._table[replica_id]
+        if replica.load >= replica.capacity:
+            return None
+        # others choose before Serve sends it
+        self._selected[replica_id] += 1
+        self._table.sent(replica_id)
+        return candidate
 
     def _fulfill_next_pending_request(
         self, replica: RunningReplica, request_metadata: Any | None = None
@@ -71,22 +166,61 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
                 pending.future.set_result(replica)
                 self._remove_pending_request_from_indices(pending)
                 return
+        # it was cancelled meanwhile
+        self._selected[replica.replica_id.unique_id] -= 1
+        self._table.sent(replica.replica_id.unique_id, -1)
 
-    def _snapshot(self, replica: RunningReplica) -> ReplicaSnapshot:
-        stats, metadata = replica.routing_stats, replica.replica_metadata
-        return ReplicaSnapshot(
-            replica_id=replica.replica_id.unique_id,
-            resident=frozenset(stats.get("resident", ())),
-            host=frozenset(stats.get("host", ())),
-            loading=frozenset(stats.get("loading", ())),
-            num_running=stats.get("running", 0),
-            num_waiting=stats.get("waiting", 0),
-            free_slots=stats.get("free_slots", metadata.get("max_adapters", 1)),
-            max_num_seqs=metadata.get("max_num_seqs", replica.max_ongoing_requests),
-            queue_len=self.replica_queue_len_cache.get(replica.replica_id) or 0,
-        )
+    def _would_wait_too_long(self, now: float) -> bool:
+        """By how fast requests of this router end while others wait. A burst is none the wiser at first."""
+        busy_s = now - self._busy_since
+        if self._table.num_open or not self._num_waiting or busy_s < BURST_S:
+            return False
+        return self._num_waiting * busy_s > self._max_wait_s * (self._num_ended + 1)
+
+    def _refusal(self) -> BackPressureError:
+        return BackPressureError(self._num_waiting, self._num_waiting)
+
+    def _forget(self, replica_id: str) -> None:
+        self._selected.pop(replica_id, None)
+        if self._stats_seen.pop(replica_id, None) is not None:
+            self._table.remove(replica_id)
+
+    def _read_stats(self, replica_id: str, replica: RunningReplica) -> None:
+        stats = replica.routing_stats
+        if replica_id not in self._stats_seen:
+            seats = replica.replica_metadata.get("max_num_seqs", replica.max_ongoing_requests)
+            self._table.add(replica_id, seats, replica.max_ongoing_requests)
+        elif self._stats_seen[replica_id] == stats:
+            return
+        self._stats_seen[replica_id] = stats
+        self._table.tell(replica_id, _report(stats, replica.replica_metadata), time.monotonic())
+
+
+def _report(stats: dict[str, Any], metadata: dict[str, Any]) -> Report:
+    free_slots = stats.get("free_slots", metadata.get("max_adapters", 1))
+    cost = stats.get("step_cost")
+    return Report(
+        resident=frozenset(stats.get("resident", ())),
+        loading=frozenset(stats.get("loading", ())),
+        host=frozenset(stats.get("host", ())),
+        num_requests=stats.get("running", 0) + stats.get("waiting", 0),
+        free_slots=free_slots,
+        idle_slots=stats.get("idle_slots", free_slots),
+        queued_tokens=stats.get("queued_tokens", 0),
+        lora_pages=stats.get("lora_pages", 0),
+        adapter_pages=stats.get("adapter_pages", 0),
+        cost=StepCost(*cost) if cost else UNKNOWN_COST,
+    )
 
 
 def _adapter(pending_request: PendingRequest) -> str | None:
     model_id: str = pending_request.metadata.multiplexed_model_id
     return None if model_id in ("", BASE_ID) else model_id
+
+
+def _route_request(pending_request: PendingRequest) -> RouteRequest:
+    """The first argument is a request as `engine.wire` encodes it, if it is one at all."""
+    body = pending_request.args[0] if pending_request.args else None
+    tokens = body.get("prompt_token_ids", ()) if isinstance(body, dict) else ()
+    prefix = hash(tuple(tokens[:PREFIX_TOKENS])) if tokens else 0  # of ints: the same in every process
+    return RouteRequest(_adapter(pending_request), len(tokens), prefix)

@@ -60,15 +60,16 @@ def test_a_hot_adapter_spreads_into_free_capacity_and_others_stay_put(start_app:
 
 
 def test_a_hot_adapter_does_not_evict_what_is_in_use(start_app: StartApp) -> None:
-    """FR-60: a spill needs a free slot; waiting is better than a load storm."""
+    """FR-60: a copy more needs a slot that nobody uses; waiting is better than a load storm."""
     app = start_app({"token_s": 0.05, "load_s": 0.1}, max_adapters=1)
     app.generate({"adapter": "hot"}, {"adapter": "other"})
     assert num_loads(app) == 2
-    answers = app.generate(
-        *[{"adapter": "hot", "max_tokens": 10}] * 12, *[{"adapter": "other", "max_tokens": 10}] * 2
-    )
+    others = app.start(*[{"adapter": "other", "max_tokens": 80}] * 2)
+    time.sleep(1.0)  # until routers know that they are there
+    answers = app.generate(*[{"adapter": "hot", "max_tokens": 10}] * 12)
     assert {a["tokens"] for a in answers} == {10}
     assert num_loads(app) == 2
+    assert {a["tokens"] for a in others.result(timeout_s=30)} == {80}
 
 
 def test_a_closed_stream_frees_its_seat(start_app: StartApp) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deployments.replica_books import UNUSED_AFTER_S, ReplicaBooks, routing_stats
+from deployments.replica_books import MAX_NAMED, UNUSED_AFTER_S, ReplicaBooks, routing_stats
 
 
 def engine_stats(**adapters: dict[str, Any]) -> dict[str, Any]:
@@ -93,6 +93,57 @@ def test_an_adapter_that_is_asked_for_and_not_there_is_loading_and_has_its_slot(
         books.arrived(name, "home", now=0.0)
     state = routing_stats(stats, books, now=0.0)
     assert (state["loading"], state["host"], state["free_slots"]) == (["known", "new"], [], 2)
+
+
+def test_state_stays_small_with_ten_thousand_adapters() -> None:
+    """It names the latest used of each tier and counts the rest."""
+    books = ReplicaBooks()
+    host = {f"tenant-{i:05}": {"tier": "host"} for i in range(10_000)}
+    resident = {f"resident-{i:03}": {"tier": "hbm"} for i in range(400)}
+    for i in range(10_000):
+        books.arrived(f"tenant-{i:05}", "home", now=float(i % 5000))
+        books.ended(f"tenant-{i:05}", now=float(i % 5000), error=None)
+    books.arrived("tenant-00000", "host", now=1.0)
+    state = routing_stats(engine_stats(**host, **resident), books, now=9999.0)
+    assert (state["num_host"], state["num_resident"]) == (9_999, 400)
+    assert state["loading"] == ["tenant-00000"]
+    assert len(state["resident"]) == MAX_NAMED["hbm"]
+    newest = sorted((i % 5000, f"tenant-{i:05}") for i in range(1, 10_000))[-MAX_NAMED["host"] :]
+    assert state["host"] == sorted(name for _, name in newest)
+    assert len(str(state)) < 16_000
+
+
+def test_an_adapter_in_use_is_named_before_idle_ones() -> None:
+    books = ReplicaBooks()
+    books.arrived("old", "resident", now=0.0)
+    for name in ("x", "y"):
+        books.arrived(name, "resident", now=5.0)
+        books.ended(name, now=5.0, error=None)
+    assert books.latest({"old", "x", "y", "never"}, 2) == ["old", "y"]
+
+
+def test_tokens_pages_and_costs_are_told_coarsely() -> None:
+    stats = {
+        **engine_stats(a={"tier": "hbm"}), "model": "m",
+        "tokens": {"queued": 700, "running": 5}, "lora_pages": 41, "step_cost": [0.0052187, 1e-5, 0.0, 2e-6],
+        "pages": {"total": 100, "free": 30, "prefix": 15, "kv": 15, "adapters": 40},
+    }  # fmt: skip
+    state = routing_stats(stats, ReplicaBooks(), now=0.0)
+    assert (state["queued_tokens"], state["running_tokens"], state["lora_pages"]) == (768, 6, 48)
+    assert (state["free_pages"], state["adapter_pages"], state["model"]) == (48, 48, "m")
+    assert state["step_cost"] == [0.0052, 1e-5, 0.0, 2e-6]
+
+
+def test_a_slot_is_idle_when_nobody_uses_its_adapter_at_this_moment() -> None:
+    books = ReplicaBooks()
+    for name in ("in_use", "just_used"):
+        books.arrived(name, "home", now=0.0)
+    books.ended("just_used", now=0.5, error=None)
+    stats = engine_stats(
+        in_use={"tier": "hbm"}, just_used={"tier": "hbm"}, pinned={"tier": "hbm", "pinned": True}
+    )
+    state = routing_stats(stats, books, now=1.0)
+    assert (state["free_slots"], state["idle_slots"]) == (1, 2)
 
 
 def test_an_idle_replica_reports_zero_load() -> None:

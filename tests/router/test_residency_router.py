@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -13,9 +15,10 @@ from ray.serve._private.common import (
     ReplicaID,
     RequestMetadata,
 )
+from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
 
-from router.residency_router import BASE_ID, ResidencyRouter
+from router.residency_router import BASE_ID, ResidencyRouter, _route_request
 
 DEPLOYMENT = DeploymentID("engine", "app")
 
@@ -28,10 +31,11 @@ class StubReplica:
         self.max_ongoing_requests = max_ongoing
         self.node_id = "node"
         self.multiplexed_model_ids: set[str] = set()
-        self.queue_len = 0
+        self.num_asked = 0
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
-        return self.queue_len
+        self.num_asked += 1
+        return 0
 
 
 def request(model_id: str, internal_id: str = "parent", **kwargs: Any) -> PendingRequest:
@@ -115,41 +119,184 @@ def test_eight_calls_inside_one_parent_request_all_get_a_replica() -> None:
     run(main())
 
 
+def busy(name: str, adapter: str, running: int = 2) -> StubReplica:
+    """Accepts two requests."""
+    return StubReplica(name, max_ongoing=2, resident=[adapter], free_slots=0, running=running)
+
+
+def report(router: ResidencyRouter, *replicas: StubReplica) -> None:
+    """What the controller broadcasts."""
+    router.update_replicas(list(replicas))
+
+
 @pytest.mark.parametrize("other", ["other", BASE_ID])
 def test_queued_requests_get_the_replica_that_was_chosen_for_them(other: str) -> None:
     """Serve hands a replica to the queue's head when it cannot tell the call; the head may be another's."""
 
     async def main() -> None:
-        full = StubReplica("full", max_ongoing=2, resident=["other"], free_slots=0)
-        warm = StubReplica("warm", max_ongoing=2, resident=["sql"], free_slots=0)
-        full.queue_len = warm.queue_len = 2
+        full, warm = busy("full", other), busy("warm", "sql")
         router = build(full, warm)
-        await asyncio.sleep(0.01)
-        # the head of the queue waits for "full"; the calls of one parent wait for "warm"
-        head = asyncio.create_task(route(router, request("other", internal_id="head")))
+        # the head of the queue waits; the calls of one parent wait for "warm"
+        head = asyncio.create_task(route(router, request(other, internal_id="head")))
         await asyncio.sleep(0.01)
         fan_out = [asyncio.create_task(route(router, request("sql", internal_id="p"))) for _ in range(2)]
         await asyncio.sleep(0.01)
-        warm.queue_len = 0
+        assert not any(task.done() for task in (head, *fan_out))
+        if other == BASE_ID:
+            full.routing_stats = {**full.routing_stats, "running": 0}
+            report(router, full, warm)
+            assert await head == "full"
+        warm.routing_stats = {**warm.routing_stats, "running": 0}
+        report(router, full, warm)
         assert await asyncio.gather(*fan_out) == ["warm", "warm"]
-        full.queue_len = 0
-        assert await head == "full"
+        if other != BASE_ID:
+            full.routing_stats = {**full.routing_stats, "running": 0}
+            report(router, full, warm)
+            assert await head == "full"
 
     run(main())
 
 
 def test_a_full_warm_replica_is_waited_for_when_nobody_has_room() -> None:
     async def main() -> None:
-        warm = StubReplica("warm", max_ongoing=2, resident=["sql"], free_slots=0)
-        other = StubReplica("other", max_ongoing=2, free_slots=0)
-        warm.queue_len = 2
+        warm, other = busy("warm", "sql"), busy("other", "x", running=0)
         router = build(warm, other)
-        await asyncio.sleep(0.01)
         call = asyncio.create_task(route(router, request("sql")))
         await asyncio.sleep(0.05)
         assert not call.done()
-        warm.queue_len = 0
+        warm.routing_stats = {**warm.routing_stats, "running": 1}
+        report(router, warm, other)
         assert await call == "warm"
+
+    run(main())
+
+
+def test_choosing_asks_no_replica() -> None:
+    """Serve's own router asks a replica that was idle or is full for its queue length, and waits for it."""
+
+    async def main() -> None:
+        warm = busy("warm", "sql", running=0)
+        router = build(warm)
+        await asyncio.sleep(0.01)
+        warm.num_asked = 0
+        for _ in range(2):
+            await route(router, request("sql"))
+        waiting = asyncio.create_task(route(router, request("sql")))
+        await asyncio.sleep(0.05)
+        assert warm.num_asked == 0
+        finish(router, warm)
+        await waiting
+
+    run(main())
+
+
+def finish(router: ResidencyRouter, replica: StubReplica) -> None:
+    """A request on it ended."""
+    router.on_request_completed(replica.replica_id, "parent")
+
+
+def test_its_books_follow_requests_broadcasts_and_rejections() -> None:
+    async def main() -> None:
+        a = StubReplica("a", max_ongoing=4)
+        router = build(a)
+
+        def load() -> int:
+            count: int = router._table["a"].load
+            return count
+
+        for _ in range(3):
+            await route(router, request("sql"))
+        assert load() == 3
+        router.on_send_request(a.replica_id)  # a broadcast
+        assert load() == 4
+        finish(router, a)
+        finish(router, a)
+        assert load() == 2
+        # another router's requests are there: it rejects ours, which then ends
+        rejected = request("sql")
+        await router._choose_replica_for_request(rejected)
+        router.on_send_request(a.replica_id)
+        router.on_new_queue_len_info(a.replica_id, 4)
+        finish(router, a)
+        assert load() == 4
+        router._table.check_invariants()
+
+    run(main())
+
+
+def test_stats_are_read_once_when_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        a = StubReplica("a", resident=["sql"], running=1, step_cost=[0.01, 1e-4, 1e-4, 1e-6])
+        router = build(a)
+        told: list[str] = []
+        tell = router._table.tell
+
+        def spy(replica_id: str, *args: Any) -> None:
+            told.append(replica_id)
+            tell(replica_id, *args)
+
+        monkeypatch.setattr(router._table, "tell", spy)
+        report(router, a)
+        assert told == []
+        a.routing_stats = {**a.routing_stats, "running": 2}
+        report(router, a)
+        assert told == ["a"]
+        assert router._table["a"].report.cost.base_s == 0.01
+
+    run(main())
+
+
+def test_the_prompt_is_told_to_the_policy() -> None:
+    """Its length, and what it begins with: the same in every process."""
+
+    async def main() -> None:
+        told = []
+        for tokens in (tuple(range(100)), [*range(64), 7, 8, 9]):
+            pending = request("sql")
+            pending.args = [{"prompt_token_ids": tokens, "adapter": None}]
+            told.append(_route_request(pending))
+        first, second = told
+        assert (first.adapter, first.num_tokens, second.num_tokens) == ("sql", 100, 67)
+        assert first.prefix == second.prefix == hash(tuple(range(64)))
+        assert _route_request(request("sql")).num_tokens == 0
+
+    run(main())
+
+
+def test_a_full_fleet_refuses_at_once_what_would_wait_too_long() -> None:
+    """Bounded waiting: ten wait, one ends in a quarter of a second, so the next would wait for 2.5 s."""
+
+    async def main() -> None:
+        full = busy("full", "sql", running=3)
+        router = build(full)
+        router._max_wait_s = 2.0
+        queued = [asyncio.create_task(route(router, request("sql"))) for _ in range(10)]
+        await asyncio.sleep(0.01)
+        assert router._num_waiting == 10  # a burst waits
+        router._busy_since -= 4.0
+        router._num_ended = 15
+        started = time.monotonic()
+        with pytest.raises(BackPressureError):
+            await route(router, request("sql"))
+        assert time.monotonic() - started < 0.1
+        router._num_ended = 30
+        fine = asyncio.create_task(route(router, request("sql")))
+        await asyncio.sleep(0.01)
+        assert not fine.done()
+        for task in (*queued, fine):
+            task.cancel()
+        await asyncio.gather(*queued, fine, return_exceptions=True)
+        assert router._num_waiting == 0
+
+    run(main())
+
+
+def test_nobody_waits_longer_than_the_bound() -> None:
+    async def main() -> None:
+        router = build(busy("full", "sql"))
+        router._max_wait_s = 0.1
+        with pytest.raises(BackPressureError):
+            await route(router, request("sql"))
 
     run(main())
 
@@ -167,6 +314,11 @@ def test_a_dead_replica_is_not_chosen_again() -> None:
     run(main())
 
 
-def test_the_private_hook_that_we_override_still_exists() -> None:
+def test_the_private_hooks_that_we_override_still_exist() -> None:
     assert callable(RequestRouter._fulfill_next_pending_request)
     assert callable(FIFOMixin._fulfill_next_pending_request)
+    for name, parameters in {
+        "_select_from_candidate_replicas": ["self", "candidates", "backoff_index"],
+        "_choose_replica_for_request": ["self", "pending_request", "is_retry"],
+    }.items():
+        assert list(inspect.signature(getattr(RequestRouter, name)).parameters) == parameters
