@@ -1,6 +1,6 @@
 """Replays traces against one simulated replica under different eviction policies. No GPU, no torch.
 
-    python -m load_tests.replay [--out load_tests/results] [--scale 1.0] [--seeds 2] [--only NAME ...]
+    python -m load_tests.replay [--out load_tests/results] [--scale 1.0] [--seeds 1] [--only NAME ...]
 
 Writes replay.json, replay.md and replay.svg. `workloads.py` has the traces, `policies.py` who yields pages,
 `replica.py` the time that steps, copies and reads take. Scheduler, page pool, prefix cache, adapter tiers and
@@ -65,8 +65,9 @@ def write(results: list[Result], model: StepModel, num_seeds: int, directory: Pa
     conditions = {
         "step": step, "pool_pages": POOL_PAGES, "max_num_seqs": MAX_NUM_SEQS, "seeds": num_seeds
     }  # fmt: skip
-    (directory / "replay.json").write_text(json.dumps(to_json(results, COMMAND, conditions), indent=2) + "\n")
-    (directory / "replay.md").write_text(to_markdown(results, COMMAND, conditions))
+    command = f"{COMMAND} --seeds {num_seeds}"
+    (directory / "replay.json").write_text(json.dumps(to_json(results, command, conditions), indent=2) + "\n")
+    (directory / "replay.md").write_text(to_markdown(results, command, conditions))
     plot(results, directory / "replay.svg")
 
 
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--scale", type=float, default=1.0, help="of the durations")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=(), help="parts of workloads' names")
     args = parser.parse_args(argv)
     begun = time.perf_counter()
