@@ -8,7 +8,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from deployments.catalog_deployment import CatalogDeployment
+from deployments.catalog_deployment import CatalogDeployment, CatalogSettings
 from deployments.config import AppArgs
 from deployments.engine_deployment import EngineDeployment
 from deployments.engine_replica import ENGINE_CLIENT, ReplicaSettings
@@ -16,6 +16,7 @@ from deployments.ingress import IngressDeployment, IngressSettings
 
 LOGGING = {"enable_access_log": False}  # the API's own log has what is needed
 ROUTER = "router.residency_router.ResidencyRouter"
+ENGINE = "engine"
 STATS_PERIOD_S = 0.2
 HEALTH_PERIOD_S = 2.0
 MANY = 4096  # concurrent requests of a deployment that only waits for others
@@ -40,7 +41,10 @@ def build(args: AppArgs) -> Application:
 
 def engine_application(args: AppArgs, catalog: Any, engine_client: str = ENGINE_CLIENT) -> Application:
     engine = args.engine_config()
-    settings = ReplicaSettings(args.stream_interval_s, args.metrics_max_adapters, engine_client)
+    settings = ReplicaSettings(
+        args.stream_interval_s, args.metrics_max_adapters, engine_client, args.metrics_port
+    )
+    num_gpus = args.tensor_parallel_size if args.device == "cuda" else 0
     router = RequestRouterConfig(
         request_router_class=ROUTER,
         request_router_kwargs=args.router.model_dump(),
@@ -49,7 +53,7 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str = ENGINE_
     return (
         serve.deployment(EngineDeployment)
         .options(
-            name="engine",
+            name=ENGINE,
             num_replicas=args.num_replicas,
             # enough in reserve to fill seats as they come free, and not a queue behind one replica's back
             max_ongoing_requests=2 * engine.max_num_seqs,
@@ -59,7 +63,7 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str = ENGINE_
             graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
             graceful_shutdown_wait_loop_s=0.2,
             max_constructor_retry_count=3,
-            ray_actor_options={"num_cpus": 1, "num_gpus": int(args.device == "cuda")},
+            ray_actor_options={"num_cpus": 1, "num_gpus": num_gpus},
             logging_config=LOGGING,
         )
         .bind(engine, settings, catalog)
@@ -76,7 +80,16 @@ def _catalog(args: AppArgs) -> Application:
             ray_actor_options={"num_cpus": 0.1},
             logging_config=LOGGING,
         )
-        .bind(args.adapter_source, args.lora_modules, args.catalog_file)
+        .bind(
+            CatalogSettings(
+                args.adapter_source,
+                args.lora_modules,
+                args.catalog_file,
+                ENGINE,
+                args.engine_config().load_timeout_s,
+                args.engine_config().max_adapters,
+            )
+        )
     )
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+import functools
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
 
+from deployments.fleet_service import Replicas
 from deployments.wire import from_answer, to_answer
 from engine.adapters.source import describe, open_source, read_chat_template
 from engine.errors import Unavailable
@@ -17,16 +21,36 @@ from engine.request import AdapterRef
 from engine.wire import encode_ref
 from router.catalog import Catalog, Snapshot
 from router.catalog_state import CatalogState
+from router.catalog_store import open_store
 
 CALL_TIMEOUT_S = 20.0  # above the deadlines of the source and of the long poll
 
 
+@dataclass(frozen=True, slots=True)
+class CatalogSettings:
+    source_uri: str | None
+    static: dict[str, str]  # name -> URI
+    state_file: Path | None  # None: the bucket of the source, or memory if that is none
+    engine_deployment: str  # its name
+    load_timeout_s: float
+    max_kept: int  # named adapters that every replica has
+
+
 class CatalogDeployment:
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, source_uri: str | None, static: Mapping[str, str], state_file: Path | None
-    ) -> None:
-        source = await asyncio.to_thread(open_source, source_uri) if source_uri else None
-        self._catalog = Catalog(source, static, describe, read_chat_template, CatalogState(state_file))
+    async def __init__(self, settings: CatalogSettings) -> None:  # type: ignore[misc]  # Serve awaits it
+        source = await asyncio.to_thread(open_source, settings.source_uri) if settings.source_uri else None
+        state = CatalogState(open_store(settings.source_uri, settings.state_file))
+        application = serve.get_replica_context().app_name
+
+        @functools.cache
+        def engines() -> Any:
+            # not before they are called: they wait for this deployment when they start
+            return serve.get_deployment_handle(settings.engine_deployment, application)
+
+        fleet = Replicas(engines, settings.load_timeout_s)
+        self._catalog = Catalog(
+            source, settings.static, describe, read_chat_template, state, fleet, settings.max_kept
+        )
         await self._catalog.refresh()
         self._following = asyncio.create_task(self._catalog.run())
 
@@ -34,8 +58,8 @@ class CatalogDeployment:
         """One of the methods of `CatalogService`."""
         return await to_answer(getattr(self._catalog, method)(*args))
 
-    async def preloaded(self) -> list[dict[str, str]]:
-        return [encode_ref(ref) for ref in self._catalog.preloaded()]
+    async def preloaded(self, pinned: tuple[str, ...]) -> list[dict[str, str]]:
+        return [encode_ref(ref) for ref in await self._catalog.preloaded(pinned)]
 
     async def check_health(self) -> None:
         if self._following.done():
@@ -45,8 +69,9 @@ class CatalogDeployment:
 class CatalogHandle:
     """A CatalogService over a deployment handle."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, load_timeout_s: float) -> None:
         self._handle = handle
+        self._load_timeout_s = load_timeout_s
 
     async def lookup(self, name: str) -> AdapterRef:
         ref: AdapterRef = await self._call("lookup", name)
@@ -56,25 +81,20 @@ class CatalogHandle:
         text: str | None = await self._call("template", ref)
         return text
 
-    async def propose(self, name: str, uri: str, may_replace: bool) -> AdapterRef:
-        ref: AdapterRef = await self._call("propose", name, uri, may_replace)
-        return ref
+    async def load(self, name: str, uri: str, may_replace: bool) -> None:
+        await self._call("load", name, uri, may_replace, timeout_s=CALL_TIMEOUT_S + self._load_timeout_s)
 
-    async def commit(self, ref: AdapterRef, may_replace: bool) -> None:
-        await self._call("commit", ref, may_replace)
-
-    async def remove(self, name: str) -> AdapterRef:
-        ref: AdapterRef = await self._call("remove", name)
-        return ref
+    async def remove(self, name: str) -> None:
+        await self._call("remove", name)
 
     async def wait(self, view: str, epoch: str, version: int) -> Snapshot:
         snapshot: Snapshot = await self._call("wait", view, epoch, version)
         return snapshot
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         call: Awaitable[dict[str, Any]] = self._handle.call.remote(method, *args)
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 answer = await call
         except (TimeoutError, RayActorError, RayServeException) as error:
             raise Unavailable("the catalog does not answer", retry_after_s=1.0) from error

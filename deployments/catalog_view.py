@@ -7,9 +7,10 @@ import logging
 import uuid
 from typing import Protocol
 
-from deployments.service import AdapterRecord, EngineService
+from deployments.service import AdapterRecord
 from engine.request import AdapterRef
-from router.catalog import Snapshot
+from router.catalog import Entry, Snapshot, refuse_while_loading
+from router.catalog_upkeep import Status
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,9 @@ class CatalogService(Protocol):
 
     async def template(self, ref: AdapterRef) -> str | None: ...
 
-    async def propose(self, name: str, uri: str, may_replace: bool) -> AdapterRef: ...
+    async def load(self, name: str, uri: str, may_replace: bool) -> None: ...
 
-    async def commit(self, ref: AdapterRef, may_replace: bool) -> None: ...
-
-    async def remove(self, name: str) -> AdapterRef: ...
+    async def remove(self, name: str) -> None: ...
 
     async def wait(self, view: str, epoch: str, version: int) -> Snapshot: ...
 
@@ -35,13 +34,12 @@ class CatalogService(Protocol):
 class CatalogView:
     """An AdapterCatalog. A name it has not heard of yet is asked for; what it knows survives the catalog."""
 
-    def __init__(self, catalog: CatalogService, service: EngineService) -> None:
+    def __init__(self, catalog: CatalogService) -> None:
         self._catalog = catalog
-        self._service = service
         self._name = uuid.uuid4().hex
         self._epoch = ""
         self._version = -1
-        self._refs: dict[str, AdapterRef] = {}
+        self._entries: dict[str, Entry] = {}
         self._templates: dict[AdapterRef, str | None] = {}
 
     async def run(self) -> None:
@@ -55,28 +53,30 @@ class CatalogView:
                 await asyncio.sleep(RECONNECT_S)
                 continue
             self._epoch, self._version = snapshot.epoch, snapshot.version
-            self._refs = {ref.name: ref for ref in snapshot.refs}
-            self._templates = {r: text for r, text in self._templates.items() if self._refs.get(r.name) == r}
+            self._entries = {entry.ref.name: entry for entry in snapshot.entries}
+            known = {entry.ref for entry in snapshot.entries}
+            self._templates = {ref: text for ref, text in self._templates.items() if ref in known}
 
     async def resolve(self, name: str) -> AdapterRecord:
-        ref = self._refs.get(name) or await self._catalog.lookup(name)
-        if ref not in self._templates:
-            self._templates[ref] = await self._catalog.template(ref)
-        return _record(ref, self._templates[ref])
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = Entry(await self._catalog.lookup(name), Status())
+        refuse_while_loading(entry)
+        if entry.ref not in self._templates:
+            self._templates[entry.ref] = await self._catalog.template(entry.ref)
+        return _record(entry, self._templates[entry.ref])
 
     async def list(self) -> list[AdapterRecord]:
-        return [_record(ref, self._templates.get(ref)) for ref in self._refs.values()]
+        return [_record(entry, self._templates.get(entry.ref)) for entry in self._entries.values()]
 
     async def load(self, name: str, uri: str, *, replace: bool) -> None:
-        ref = await self._catalog.propose(name, uri, replace)
-        await self._service.load_adapter(ref)
-        await self._catalog.commit(ref, replace)
+        await self._catalog.load(name, uri, replace)
 
     async def unload(self, name: str) -> None:
         await self._catalog.remove(name)
-        await self._service.unload_adapter(name)
 
 
-def _record(ref: AdapterRef, chat_template: str | None) -> AdapterRecord:
+def _record(entry: Entry, chat_template: str | None) -> AdapterRecord:
     # the last part only: clients need not know our directories and buckets
-    return AdapterRecord(ref, chat_template, root=ref.uri.rstrip("/").rpartition("/")[2])
+    root = entry.ref.uri.rstrip("/").rpartition("/")[2]
+    return AdapterRecord(entry.ref, chat_template, root, entry.status.state, entry.status.reason)

@@ -17,7 +17,7 @@ class EngineDeployment(EngineReplica):
         """`catalog`: its handle. What it wants on every replica is loaded before this one is ready."""
         super().__init__(engine, settings, serve.get_replica_context().replica_id.unique_id)
         await self.start()
-        await self.warm(await catalog.preloaded.remote())
+        await self.warm(await catalog.preloaded.remote(engine.pinned_adapters))
 
     async def __del__(self) -> None:
         # Serve awaits this when the replica's streams have ended or its grace period is over

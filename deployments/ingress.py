@@ -43,7 +43,7 @@ class IngressDeployment:
         self._service = FleetService(
             engine, settings.model_names[0], facts["max_model_len"], settings.load_timeout_s
         )
-        self._catalog = CatalogView(CatalogHandle(catalog), self._service)
+        self._catalog = CatalogView(CatalogHandle(catalog, settings.load_timeout_s))
         self._following = asyncio.create_task(self._catalog.run())
 
     def __serve_build_asgi_app__(self) -> FastAPI:

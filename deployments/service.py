@@ -19,6 +19,8 @@ class AdapterRecord:
     ref: AdapterRef
     chat_template: str | None  # the adapter's own; None: the base model's is used
     root: str  # where it comes from, as shown to clients
+    state: str = "ready"  # or loading, pending, failed
+    reason: str | None = None  # why it failed
 
 
 class EngineService(Protocol):
@@ -32,11 +34,6 @@ class EngineService(Protocol):
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputDelta]]:
         """Raises before the first item where it can. Closing the iterator (`aclose`) aborts the request."""
-
-    async def load_adapter(self, ref: AdapterRef) -> dict[str, Any]:
-        """Returns the load report."""
-
-    async def unload_adapter(self, name: str) -> None: ...
 
     async def pin_adapter(self, name: str, pinned: bool) -> None:
         """Keep it in the pool where it is loaded, or no longer. Raises ModelNotFound or Conflict."""
@@ -61,7 +58,7 @@ class AdapterCatalog(Protocol):
         """Returns when every ingress replica can resolve the name.
 
         Raises Conflict if the name is taken and not `replace`, ModelNotFound if nothing is at `uri`,
-        AdapterRefused if it cannot be served.
+        AdapterRefused if it cannot be served, Unavailable while another load of that name is under way.
         """
 
     async def unload(self, name: str) -> None:

@@ -1,9 +1,11 @@
 """The desired adapters: found in the source, named by the configuration, loaded at run time. One per cluster.
 
-Knows nothing of Ray, HTTP or engines. A refresh in the background follows the source; while the source is
-down, what was known stays. A name that nobody has listed yet is looked up in the source at once, so that an
-adapter can be used right after its upload. Changes go out through `wait`, a long poll that says at the same
-time what a view has seen already: `commit` and `remove` return when every live view has seen them.
+Knows nothing of Ray, HTTP or engines. It follows the source in the background; while the source is down, what
+was known stays. Adapters that somebody named are kept on the replicas in their newest version, and tried
+again, less and less often, while that fails. A name that nobody has listed yet is looked up in the source at
+once, so that an adapter can be used right after its upload. Changes go out through `wait`, a long poll that
+says at the same time what a view has seen already: `load` and `remove` return when every live view has seen
+them.
 """
 
 from __future__ import annotations
@@ -12,21 +14,24 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
 
 from engine.adapters.source import AdapterListing, AdapterSource
 from engine.errors import Conflict, InvalidRequest, LorafleetError, ModelNotFound, Unavailable
 from engine.request import AdapterRef
+from router.catalog_lookup import SourceLookup
 from router.catalog_state import CatalogState
+from router.catalog_upkeep import Status, Upkeep, retry_delay_s
 
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 5.0
-NEGATIVE_S = 5.0  # how long a name that the source does not have stays unknown
-MAX_PROBES = 8  # lookups of unlisted names at a time: junk names must not flood the source
-MAX_NEGATIVE = 4096
+UPKEEP_S = 0.5
+MAX_UPKEEPS = 8  # adapters looked at together
 POLL_S = 5.0
 SEEN_TIMEOUT_S = 2.0  # a view that does not answer for so long is waited for no more
 
@@ -35,11 +40,26 @@ class Describe(Protocol):
     def __call__(self, uri: str) -> AdapterListing: ...
 
 
+class Fleet(Protocol):
+    """The replicas."""
+
+    async def load_adapter(self, ref: AdapterRef) -> Any:
+        """On all of them. Raises LorafleetError."""
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    ref: AdapterRef
+    status: Status
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     epoch: str  # versions of two catalogs do not compare
     version: int
-    refs: tuple[AdapterRef, ...]  # by name
+    entries: tuple[Entry, ...]  # by name
 
 
 @dataclass(slots=True)
@@ -56,66 +76,67 @@ class Catalog:
         describe: Describe,
         read_template: Callable[[str], str | None],
         state: CatalogState,
+        fleet: Fleet,
+        max_kept: int,
     ) -> None:
-        """`static`: name -> URI. `describe` and `read_template` block and take the URI of one adapter."""
+        """`static`: name -> URI. `describe` and `read_template` block and take the URI of one adapter.
+
+        `max_kept`: so many named adapters are kept on the replicas; the others are read when asked for.
+        """
         self._source = source
+        self._lookup = SourceLookup(source) if source else None
         self._describe = describe
         self._read_template = read_template
         self._state = state
-        self._static = {name: AdapterRef(name, uri) for name, uri in static.items()}
+        self._fleet = fleet
+        self._max_kept = max_kept
+        self._static = dict(static)
         self._discovered: dict[str, AdapterRef] = {}
-        self._unknown: dict[str, float] = {}  # name -> until when
+        self._loading: dict[str, str] = {}  # new name -> URI, while it is loaded at run time
+        self._upkeep = Upkeep()
         self._templates: dict[AdapterRef, str | None] = {}
-        self._probes = 0
         self._listed_at = -float("inf")
+        self._refresh_failures = 0
         self._epoch = uuid.uuid4().hex
         self._version = 0
-        self._refs = self._merged()
-        self._last_error: str | None = None
+        self._entries = self._merged()
         self._changed = asyncio.Condition()
         self._views: dict[str, _View] = {}
 
     async def run(self) -> None:
-        """Follow the source until cancelled."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(REFRESH_S)
+        """Follow source and state, keep what is named on the replicas; until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._refresh_forever())
+            tasks.create_task(self._keep_up_forever())
 
     async def refresh(self) -> None:
-        try:
-            if self._source is not None:
-                listings = await asyncio.to_thread(self._source.list_adapters)
-                self._discovered = {item.name: _ref(item.name, item) for item in listings}
-                self._listed_at = time.monotonic()
-            await self._describe_all(self._static)
-            await self._describe_all(self._state.loaded)
-            error = None
-        except LorafleetError as raised:
-            error = raised.code
-        if error is not None and error != self._last_error:
-            logger.warning("the adapter source does not answer (%s); what was known stays", error)
-        self._last_error = error
+        """See what source and state hold now. What was known stays if they do not answer."""
+        errors = [
+            str(error) for part in (self._list, self._state.refresh) if (error := await _error_of(part()))
+        ]
+        if errors and not self._refresh_failures:
+            logger.warning("%s; what was known stays", "; ".join(errors))
+        self._refresh_failures = self._refresh_failures + 1 if errors else 0
         await self._publish()
 
+    async def keep_up(self) -> None:
+        """Look at the named adapters whose time has come, once."""
+        self._upkeep.want(self._named())
+        due = self._upkeep.due(time.monotonic())[:MAX_UPKEEPS]
+        if due:
+            await asyncio.gather(*(self._keep(name, uri) for name, uri in due))
+            await self._publish()
+
     async def lookup(self, name: str) -> AdapterRef:
-        """Raises ModelNotFound; Unavailable or AccessDenied if the source cannot tell."""
-        if name in self._refs:
-            return self._refs[name]
-        if self._source is None or name in self._state.removed or self._is_known_unknown(name):
+        """Raises ModelNotFound; Unavailable or AccessDenied while nobody can tell, or while it is loaded."""
+        if name in self._entries:
+            entry = self._entries[name]
+            refuse_while_loading(entry)
+            return entry.ref
+        if self._lookup is None or name in self._state.desired.removed:
             raise ModelNotFound(f"no adapter {name!r}")
-        if self._probes >= MAX_PROBES:
-            if time.monotonic() - self._listed_at < 2 * REFRESH_S:
-                raise ModelNotFound(f"no adapter {name!r}")
-            raise Unavailable("the adapter source is busy", retry_after_s=1.0)
-        self._probes += 1
-        try:
-            listing = await asyncio.to_thread(self._source.find, name)
-        except (ModelNotFound, InvalidRequest):
-            self._remember_unknown(name)
-            raise ModelNotFound(f"no adapter {name!r}") from None
-        finally:
-            self._probes -= 1
-        self._discovered[name] = _ref(name, listing)
+        is_listed = time.monotonic() - self._listed_at < 2 * REFRESH_S
+        self._discovered[name] = _ref(name, await self._lookup.find(name, is_listed))
         await self._publish()
         return await self.lookup(name)
 
@@ -125,34 +146,55 @@ class Catalog:
             self._templates[ref] = await asyncio.to_thread(self._read_template, ref.uri)
         return self._templates[ref]
 
-    async def propose(self, name: str, uri: str, may_replace: bool) -> AdapterRef:
-        """What `commit` would add. Raises Conflict, InvalidRequest or what `describe` raises."""
+    async def load(self, name: str, uri: str, may_replace: bool) -> None:
+        """Desired from now on, and after a restart; returns when replicas have it and views know it.
+
+        Raises Conflict, InvalidRequest, or what reading it or loading it raises: then nothing has changed.
+        """
         if name.startswith("_"):
             raise InvalidRequest("an adapter's name does not begin with an underscore", param="lora_name")
-        self._check_free(name, may_replace)
-        return _ref(name, await asyncio.to_thread(self._describe, uri))
-
-    async def commit(self, ref: AdapterRef, may_replace: bool) -> None:
-        """Desired from now on, and after a restart. Raises Conflict."""
-        self._check_free(ref.name, may_replace)
-        await self._state.add(ref)
-        await self._publish()
+        if name in self._loading:
+            raise _is_loading(name)
+        if name in self._entries and not may_replace:
+            raise Conflict(f"there is an adapter {name!r} already", param="lora_name")
+        self._loading[name] = uri
+        try:
+            await self._publish()
+            version = await self._version_of(uri)
+            await self._fleet.load_adapter(AdapterRef(name, uri, version))
+            await self._state.change(lambda desired: desired.with_loaded(name, uri))
+            self._upkeep.want(self._named())
+            self._upkeep.succeeded(name, uri, version, time.monotonic())
+        finally:
+            del self._loading[name]
+            await self._publish()
         await self._until_seen()
 
-    async def remove(self, name: str) -> AdapterRef:
+    async def remove(self, name: str) -> None:
         """Desired no more, even if the source has it, until it is loaded again. Raises ModelNotFound."""
-        ref = self._refs.get(name)
-        if ref is None:
+        if name not in self._entries or name in self._loading:
             raise ModelNotFound(f"no adapter {name!r}")
-        await self._state.remove(name, hide=name in self._static or name in self._discovered)
+        is_elsewhere = name in self._static or name in self._discovered
+        await self._state.change(lambda desired: desired.without(name, hide=is_elsewhere))
         await self._publish()
         await self._until_seen()
-        return ref
+        try:
+            await self._fleet.unload_adapter(name)
+        except Unavailable:
+            # nobody can ask for it any more; it only takes room until it yields
+            logger.warning("no replica has heard that adapter %s was unloaded", name)
 
-    def preloaded(self) -> list[AdapterRef]:
-        """What every replica loads before it serves: adapters that somebody named."""
-        named = {**self._static, **self._state.loaded}
-        return [ref for name, ref in named.items() if name in self._refs]
+    async def preloaded(self, pinned: tuple[str, ...] = ()) -> list[AdapterRef]:
+        """What every replica loads before it serves: pinned adapters, then those that somebody named."""
+        refs = {}
+        await asyncio.gather(*(self._learn_version(name, uri) for name, uri in self._kept().items()))
+        await self._publish()
+        for name in pinned:
+            try:
+                refs[name] = await self.lookup(name)
+            except LorafleetError as error:
+                logger.warning("pinned adapter %s is not there: %s", name, error)
+        return list({**refs, **{name: self._entries[name].ref for name in self._kept()}}.values())
 
     async def wait(self, view: str, epoch: str, version: int) -> Snapshot:
         """The next state after the one that the view names as seen, or the same one after `POLL_S`."""
@@ -165,37 +207,84 @@ class Catalog:
                     await self._changed.wait_for(lambda: self._version > seen)
             except TimeoutError:
                 pass
-        return Snapshot(self._epoch, self._version, tuple(self._refs[name] for name in sorted(self._refs)))
+        return Snapshot(
+            self._epoch, self._version, tuple(self._entries[name] for name in sorted(self._entries))
+        )
 
-    def _check_free(self, name: str, may_replace: bool) -> None:
-        if name in self._refs and not may_replace:
-            raise Conflict(f"there is an adapter {name!r} already", param="lora_name")
+    async def _refresh_forever(self) -> None:
+        while True:
+            await self.refresh()
+            failures = self._refresh_failures
+            await asyncio.sleep(retry_delay_s(failures) if failures else REFRESH_S)
 
-    async def _describe_all(self, refs: dict[str, AdapterRef]) -> None:
-        """Find out the version of those that have none yet. A missing one stays: its requests will tell."""
-        for name, ref in list(refs.items()):
-            if not ref.version:
-                try:
-                    listing = await asyncio.to_thread(self._describe, ref.uri)
-                except (ModelNotFound, InvalidRequest):
-                    continue
-                if refs.get(name) is ref:  # it may have been unloaded meanwhile
-                    refs[name] = replace(ref, version=listing.version)
+    async def _keep_up_forever(self) -> None:
+        while True:
+            await self.keep_up()
+            await asyncio.sleep(UPKEEP_S)
+
+    async def _list(self) -> None:
+        if self._source is not None:
+            listings = await asyncio.to_thread(self._source.list_adapters)
+            self._discovered = {item.name: _ref(item.name, item) for item in listings}
+            self._listed_at = time.monotonic()
+
+    async def _keep(self, name: str, uri: str) -> None:
+        try:
+            version = await self._version_of(uri)
+            self._upkeep.described(name, uri, version)
+            if self._kept().get(name) == uri and not self._upkeep.is_confirmed(name, version):
+                await self._fleet.load_adapter(AdapterRef(name, uri, version))
+        except LorafleetError as error:
+            self._upkeep.failed(name, uri, error.message, time.monotonic())
+            logger.warning("adapter %s: %s", name, error.message)
+        else:
+            self._upkeep.succeeded(name, uri, version, time.monotonic())
+
+    async def _learn_version(self, name: str, uri: str) -> None:
+        if not self._upkeep.version(name):
+            with suppress(LorafleetError):  # `keep_up` will tell
+                self._upkeep.described(name, uri, await self._version_of(uri))
+
+    async def _version_of(self, uri: str) -> str:
+        for ref in self._discovered.values():
+            if ref.uri == uri:
+                return ref.version  # the listing has told it already
+        return (await asyncio.to_thread(self._describe, uri)).version
 
     async def _publish(self) -> None:
-        refs = self._merged()
-        if refs == self._refs:
+        entries = self._merged()
+        if entries == self._entries:
             return
-        self._refs = refs
+        self._entries = entries
         self._version += 1
-        desired = set(refs.values())
+        desired = {entry.ref for entry in entries.values()}
         self._templates = {ref: text for ref, text in self._templates.items() if ref in desired}
         async with self._changed:
             self._changed.notify_all()
 
-    def _merged(self) -> dict[str, AdapterRef]:
-        refs = {**self._discovered, **self._static, **self._state.loaded}
-        return {name: ref for name, ref in refs.items() if name not in self._state.removed}
+    def _named(self) -> dict[str, str]:
+        """Name -> URI of those that somebody named."""
+        desired = self._state.desired
+        named = {**self._static, **desired.loaded}
+        return {name: uri for name, uri in named.items() if name not in desired.removed}
+
+    def _kept(self) -> dict[str, str]:
+        return dict(islice(self._named().items(), self._max_kept))
+
+    def _merged(self) -> dict[str, Entry]:
+        named = self._named()
+        self._upkeep.want(named)
+        loading = {
+            name: Entry(AdapterRef(name, uri), Status("loading")) for name, uri in self._loading.items()
+        }
+        removed = self._state.desired.removed
+        found = {name: Entry(ref, Status()) for name, ref in self._discovered.items() if name not in removed}
+        upkeep = self._upkeep
+        kept = {
+            name: Entry(AdapterRef(name, uri, upkeep.version(name)), upkeep.status(name))
+            for name, uri in named.items()
+        }
+        return {**loading, **found, **kept}
 
     async def _until_seen(self) -> None:
         version = self._version
@@ -211,14 +300,24 @@ class Catalog:
         self._views = {name: view for name, view in self._views.items() if view.heard > dead_before}
         return min((view.version for view in self._views.values()), default=self._version)
 
-    def _is_known_unknown(self, name: str) -> bool:
-        return self._unknown.get(name, 0.0) > time.monotonic()
 
-    def _remember_unknown(self, name: str) -> None:
-        self._unknown.pop(name, None)
-        self._unknown[name] = time.monotonic() + NEGATIVE_S
-        if len(self._unknown) > MAX_NEGATIVE:
-            del self._unknown[next(iter(self._unknown))]
+def refuse_while_loading(entry: Entry) -> None:
+    """Neither unknown nor the base model's answer. Raises Unavailable."""
+    if entry.status.state == "loading":
+        raise _is_loading(entry.ref.name)
+
+
+async def _error_of(part: Awaitable[None]) -> Exception | None:
+    """ValueError: the state's file or object holds something else."""
+    try:
+        await part
+    except (LorafleetError, ValueError) as error:
+        return error
+    return None
+
+
+def _is_loading(name: str) -> Unavailable:
+    return Unavailable(f"the adapter {name!r} is being loaded", retry_after_s=1.0)
 
 
 def _ref(name: str, listing: AdapterListing) -> AdapterRef:

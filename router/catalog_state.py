@@ -1,63 +1,99 @@
-"""What was loaded and removed at run time, in a file if there is one. Knows nothing of sources."""
+"""What was loaded and removed at run time, kept in one small store that several catalogs may share.
+
+A change is an edit of the latest state: who finds that another catalog has written meanwhile reads that, and
+edits again. So a second cluster over the same bucket, or an old catalog beside its successor, loses nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from engine.request import AdapterRef
+from engine.adapters.files import SourceChanged
+from engine.errors import Unavailable
+
+MAX_CONFLICTS = 20  # edits of one change
+
+
+class Store(Protocol):
+    """Blocking calls. Raise LorafleetError."""
+
+    def read(self) -> tuple[bytes, str] | None:
+        """The content and its tag; None: nothing was written yet."""
+
+    def write(self, content: bytes, tag: str | None) -> str:
+        """Returns the new tag. Raises SourceChanged if the content is not the one of `tag` any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    loaded: Mapping[str, str] = field(default_factory=dict)  # name -> URI
+    removed: frozenset[str] = frozenset()  # though the source or the configuration has them
+
+    def with_loaded(self, name: str, uri: str) -> Desired:
+        return Desired({**self.loaded, name: uri}, self.removed - {name})
+
+    def without(self, name: str, hide: bool) -> Desired:
+        """`hide`: it is also in the source or in the configuration and would come back."""
+        loaded = {other: uri for other, uri in self.loaded.items() if other != name}
+        return Desired(loaded, self.removed | {name} if hide else self.removed)
+
+    def encode(self) -> bytes:
+        return json.dumps({"loaded": dict(self.loaded), "removed": sorted(self.removed)}, indent=1).encode()
+
+    @staticmethod
+    def decode(content: bytes) -> Desired:
+        """Raises ValueError if it is not what `encode` has made."""
+        try:
+            data = json.loads(content)
+            return Desired(
+                {str(name): str(uri) for name, uri in data["loaded"].items()}, frozenset(data["removed"])
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError("the catalog's file or object holds something else") from error
 
 
 class CatalogState:
-    def __init__(self, path: Path | None) -> None:
-        """None: kept in memory, gone with the catalog's process. Raises ValueError if it is not our file."""
-        self._path = path
-        self.loaded: dict[str, AdapterRef] = {}
-        self.removed: set[str] = set()
-        self._writing = asyncio.Lock()
-        if path is not None and path.exists():
-            self._read(path)
+    def __init__(self, store: Store | None) -> None:
+        """None: kept in memory, gone with the catalog's process."""
+        self.desired = Desired()
+        self._store = store
+        self._tag: str | None = None
+        self._lock = asyncio.Lock()
 
-    async def add(self, ref: AdapterRef) -> None:
-        self.removed.discard(ref.name)
-        self.loaded[ref.name] = ref
-        await self._write()
+    @property
+    def is_durable(self) -> bool:
+        return self._store is not None
 
-    async def remove(self, name: str, hide: bool) -> None:
-        """`hide`: it is also in the source or in the configuration and would come back."""
-        self.loaded.pop(name, None)
-        if hide:
-            self.removed.add(name)
-        await self._write()
+    async def refresh(self) -> None:
+        """Take what others have written. Raises ValueError if it is not ours, or what the store raises."""
+        if self._store is not None:
+            async with self._lock:
+                await self._read(self._store)
 
-    def _read(self, path: Path) -> None:
-        try:
-            data = json.loads(path.read_text())
-            # the version may be another one by now: it is asked for again
-            self.loaded = {name: AdapterRef(name, uri) for name, uri in data["loaded"].items()}
-            self.removed = set(data["removed"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no catalog file") from error
+    async def change(self, edit: Callable[[Desired], Desired]) -> None:
+        """`edit` may be called several times. Nothing is changed if this raises what the store raises."""
+        async with self._lock:
+            if self._store is None:
+                self.desired = edit(self.desired)
+                return
+            for _ in range(MAX_CONFLICTS):
+                desired = edit(self.desired)
+                try:
+                    self._tag = await asyncio.to_thread(self._store.write, desired.encode(), self._tag)
+                except SourceChanged:
+                    await self._read(self._store)
+                    continue
+                self.desired = desired
+                return
+        raise Unavailable("the catalog is being changed by others", retry_after_s=1.0)
 
-    async def _write(self) -> None:
-        if self._path is None:
-            return
-        async with self._writing:  # else an older state could be written last
-            data = {
-                "loaded": {name: ref.uri for name, ref in self.loaded.items()},
-                "removed": sorted(self.removed),
-            }
-            await asyncio.to_thread(_replace_file, self._path, json.dumps(data, indent=1))
-
-
-def _replace_file(path: Path, text: str) -> None:
-    """All or nothing, also if the machine goes down."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    async def _read(self, store: Store) -> None:
+        found = await asyncio.to_thread(store.read)
+        if found is None:
+            self.desired, self._tag = Desired(), None
+        elif found[1] != self._tag:
+            self.desired, self._tag = Desired.decode(found[0]), found[1]

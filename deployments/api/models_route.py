@@ -30,7 +30,8 @@ class Models:
         return self._card(name, root=self._settings.root or self._settings.model_names[0], parent=None)
 
     def _adapter_card(self, record: AdapterRecord) -> dict[str, Any]:
-        return self._card(record.ref.name, root=record.root, parent=self._settings.model_names[0])
+        card = self._card(record.ref.name, root=record.root, parent=self._settings.model_names[0])
+        return card | {"state": record.state} | ({"reason": record.reason} if record.reason else {})
 
     def _card(self, name: str, root: str, parent: str | None) -> dict[str, Any]:
         return {

@@ -129,6 +129,46 @@ class S3Folder:
         return done
 
 
+class S3Object:
+    """One small object, replaced only by who has seen its latest state. Needs the right to write that key."""
+
+    def __init__(self, uri: str) -> None:
+        self._bucket, self._key = _parse(uri)
+
+    def read(self) -> tuple[bytes, str] | None:
+        """(content, ETag); None if it is not there."""
+        with _mapped("the catalog's object"):
+            try:
+                response = _client().get_object(Bucket=self._bucket, Key=self._key)
+                with closing(response["Body"]) as body:
+                    return body.read(), response["ETag"]
+            except ClientError as error:
+                if error.response.get("Error", {}).get("Code") == "NoSuchKey":
+                    return None
+                raise
+            except (HTTPError, OSError):
+                raise ConnectionClosedError(endpoint_url="") from None
+
+    def write(self, content: bytes, etag: str | None) -> str:
+        """Returns the new ETag. Raises SourceChanged unless its ETag is that one, or None and absent."""
+        with _mapped("the catalog's object"):
+            try:
+                condition: dict[str, str] = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
+                response = _client().put_object(
+                    Bucket=self._bucket,
+                    Key=self._key,
+                    Body=content,
+                    ContentType="application/json",
+                    **condition,  # type: ignore[arg-type]
+                )
+            except ClientError as error:
+                # 409: another write is under way; 404: it was there and was deleted
+                if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (404, 409):
+                    raise SourceChanged from None
+                raise
+        return response["ETag"]
+
+
 def _parse(uri: str) -> tuple[str, str]:
     """(bucket, prefix without slashes at its ends)."""
     bucket, _, prefix = uri.removeprefix(_SCHEME).partition("/")

@@ -5,36 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 
 from deployments import catalog_view
 from deployments.catalog_view import CatalogView
 from deployments.service import AdapterRecord
-from engine.errors import AdapterRefused, Conflict, LorafleetError, ModelNotFound, Unavailable
+from engine.errors import Conflict, ModelNotFound, Unavailable
 from engine.request import AdapterRef
 from router.catalog import Catalog, Snapshot
-from router.catalog_state import CatalogState
-from tests.deployments.api.fake_fleet import FakeService
-from tests.router.test_catalog import FakeSource
-
-
-class Service(FakeService):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: list[AdapterRef] = []
-        self.unloaded: list[str] = []
-        self.refusal: LorafleetError | None = None
-
-    async def load_adapter(self, ref: AdapterRef) -> dict[str, Any]:
-        if self.refusal is not None:
-            raise self.refusal
-        self.loaded.append(ref)
-        return {}
-
-    async def unload_adapter(self, name: str) -> None:
-        self.unloaded.append(name)
+from tests.router.test_catalog import FakeFleet, FakeSource, build
 
 
 class Link:
@@ -57,32 +37,26 @@ class Link:
     async def template(self, ref: AdapterRef) -> str | None:
         return await self._pass("template").template(ref)
 
-    async def propose(self, name: str, uri: str, may_replace: bool) -> AdapterRef:
-        return await self._pass("propose").propose(name, uri, may_replace)
+    async def load(self, name: str, uri: str, may_replace: bool) -> None:
+        await self._pass("load").load(name, uri, may_replace)
 
-    async def commit(self, ref: AdapterRef, may_replace: bool) -> None:
-        await self._pass("commit").commit(ref, may_replace)
-
-    async def remove(self, name: str) -> AdapterRef:
-        return await self._pass("remove").remove(name)
+    async def remove(self, name: str) -> None:
+        await self._pass("remove").remove(name)
 
     async def wait(self, view: str, epoch: str, version: int) -> Snapshot:
         return await self._pass("wait").wait(view, epoch, version)
 
 
-def build_catalog(source: FakeSource) -> Catalog:
-    return Catalog(source, {}, source.describe, lambda uri: f"template of {uri}", CatalogState(None))
-
-
 @asynccontextmanager
-async def views(source: FakeSource) -> AsyncIterator[tuple[CatalogView, CatalogView, Link, Service]]:
-    catalog = build_catalog(source)
+async def views(source: FakeSource) -> AsyncIterator[tuple[CatalogView, CatalogView, Link, FakeFleet]]:
+    fleet = FakeFleet()
+    catalog = build(source, fleet=fleet)
     await catalog.refresh()
-    link, service = Link(catalog), Service()
-    one, two = CatalogView(link, service), CatalogView(link, service)
+    link = Link(catalog)
+    one, two = CatalogView(link), CatalogView(link)
     tasks = [asyncio.create_task(view.run()) for view in (one, two)]
     await asyncio.sleep(0.01)
-    yield one, two, link, service
+    yield one, two, link, fleet
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -96,15 +70,15 @@ def test_a_load_through_one_ingress_is_known_to_all_when_it_returns() -> None:
     """FR-58."""
 
     async def main() -> None:
-        async with views(FakeSource(a="1")) as (one, two, _, service):
+        async with views(FakeSource(a="1")) as (one, two, _, fleet):
             await one.load("x", "src/a", replace=False)
             assert await names(one) == await names(two) == ["a", "x"]
-            assert service.loaded == [AdapterRef("x", "src/a", "1")]
+            assert fleet.loaded == [AdapterRef("x", "src/a", "1")]
             for view in (one, two):
                 assert (await view.resolve("x")).ref == AdapterRef("x", "src/a", "1")
             await two.unload("x")
             assert await names(one) == ["a"]
-            assert service.unloaded == ["x"]
+            assert fleet.unloaded == ["x"]
             with pytest.raises(ModelNotFound):
                 await one.resolve("x")
 
@@ -143,13 +117,13 @@ def test_what_is_known_survives_the_catalog(monkeypatch: pytest.MonkeyPatch) -> 
         async with views(source) as (one, two, link, _):
             await one.resolve("a")
             link.is_cut = True
-            await link.catalog.commit(AdapterRef("wake", "src/a"), False)
+            await link.catalog.load("wake", "src/a", False)
             await asyncio.sleep(0.03)
             assert (await one.resolve("a")).ref.name == "a"
             with pytest.raises(Unavailable):
                 await one.resolve("unheard")
             source.versions = {"b": "1"}
-            link.catalog = build_catalog(source)
+            link.catalog = build(source)
             await link.catalog.refresh()
             link.is_cut = False
             await asyncio.sleep(0.05)
@@ -160,23 +134,32 @@ def test_what_is_known_survives_the_catalog(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_taken_name_is_refused_before_any_replica_loads_it() -> None:
     async def main() -> None:
-        async with views(FakeSource(a="1", b="1")) as (one, two, _, service):
+        async with views(FakeSource(a="1", b="1")) as (one, two, _, fleet):
             await one.load("x", "src/a", replace=False)
             with pytest.raises(Conflict):
                 await two.load("x", "src/b", replace=False)
-            assert len(service.loaded) == 1
+            assert len(fleet.loaded) == 1
             await two.load("x", "src/b", replace=True)
             assert (await one.resolve("x")).ref.uri == "src/b"
 
     asyncio.run(main())
 
 
-def test_an_adapter_that_the_engines_refuse_is_not_in_the_catalog() -> None:
+def test_a_name_that_is_loaded_is_503_everywhere_and_shown_so() -> None:
+    """FR-58."""
+
     async def main() -> None:
-        async with views(FakeSource(a="1")) as (one, _, _, service):
-            service.refusal = AdapterRefused("no DoRA", param="use_dora")
-            with pytest.raises(AdapterRefused):
-                await one.load("x", "src/a", replace=False)
-            assert await names(one) == ["a"]
+        async with views(FakeSource(a="1")) as (one, two, _, fleet):
+            fleet.gate = asyncio.Event()
+            loading = asyncio.create_task(one.load("x", "src/a", replace=False))
+            await asyncio.sleep(0.05)
+            for view in (one, two):
+                assert {record.ref.name: record.state for record in await view.list()}["x"] == "loading"
+                with pytest.raises(Unavailable) as caught:
+                    await view.resolve("x")
+                assert caught.value.retry_after_s
+            fleet.gate.set()
+            await loading
+            assert (await two.resolve("x")).state == "ready"
 
     asyncio.run(main())

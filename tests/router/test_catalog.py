@@ -11,11 +11,22 @@ from typing import Any
 import pytest
 
 from engine.adapters.source import AdapterListing
-from engine.errors import AccessDenied, Conflict, InvalidRequest, LorafleetError, ModelNotFound, Unavailable
+from engine.errors import (
+    AccessDenied,
+    AdapterRefused,
+    Conflict,
+    InvalidRequest,
+    LorafleetError,
+    ModelNotFound,
+    Unavailable,
+)
 from engine.request import AdapterRef
 from router import catalog as catalog_module
+from router import catalog_lookup, catalog_upkeep
 from router.catalog import Catalog, Snapshot
 from router.catalog_state import CatalogState
+from router.catalog_store import FileStore
+from router.catalog_upkeep import Status, Upkeep
 
 DOWN = Unavailable("no answer", retry_after_s=2.0)
 
@@ -55,8 +66,42 @@ class FakeSource:
         return AdapterListing(name, f"src/{name}", self.versions[name], ())
 
 
-def build(source: FakeSource, path: Path | None = None, **static: str) -> Catalog:
-    return Catalog(source, static, source.describe, lambda uri: f"template of {uri}", CatalogState(path))
+class FakeFleet:
+    """What the replicas were told; `refusals` by name."""
+
+    def __init__(self) -> None:
+        self.loaded: list[AdapterRef] = []
+        self.unloaded: list[str] = []
+        self.refusals: dict[str, LorafleetError] = {}
+        self.gate: asyncio.Event | None = None
+
+    async def load_adapter(self, ref: AdapterRef) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        if ref.name in self.refusals:
+            raise self.refusals[ref.name]
+        self.loaded.append(ref)
+
+    async def unload_adapter(self, name: str) -> None:
+        self.unloaded.append(name)
+
+
+def build(
+    source: FakeSource,
+    path: Path | None = None,
+    fleet: FakeFleet | None = None,
+    max_kept: int = 9,
+    **static: str,
+) -> Catalog:
+    return Catalog(
+        source,
+        static,
+        source.describe,
+        lambda uri: f"template of {uri}",
+        CatalogState(FileStore(path) if path else None),
+        fleet or FakeFleet(),
+        max_kept,
+    )
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -64,13 +109,12 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 async def names(catalog: Catalog) -> list[str]:
-    return [ref.name for ref in (await catalog.wait("test", "", 0)).refs]
+    return [entry.ref.name for entry in (await catalog.wait("test", "", 0)).entries]
 
 
-async def load(catalog: Catalog, name: str, uri: str, may_replace: bool = False) -> AdapterRef:
-    ref = await catalog.propose(name, uri, may_replace)
-    await catalog.commit(ref, may_replace)
-    return ref
+async def states(catalog: Catalog) -> dict[str, tuple[str, str | None]]:
+    entries = (await catalog.wait("test", "", 0)).entries
+    return {entry.ref.name: (entry.status.state, entry.status.reason) for entry in entries}
 
 
 def test_it_holds_what_the_source_the_configuration_and_the_operator_name() -> None:
@@ -78,10 +122,11 @@ def test_it_holds_what_the_source_the_configuration_and_the_operator_name() -> N
         source = FakeSource(a="1", b="1", c="1")
         catalog = build(source, named="src/b")
         await catalog.refresh()
-        await load(catalog, "loaded", "src/c")
+        await catalog.keep_up()
+        await catalog.load("loaded", "src/c", False)
         assert await names(catalog) == ["a", "b", "c", "loaded", "named"]
         assert await catalog.lookup("named") == AdapterRef("named", "src/b", "1")
-        assert [ref.name for ref in catalog.preloaded()] == ["named", "loaded"]
+        assert [ref.name for ref in await catalog.preloaded()] == ["named", "loaded"]
 
     run(main)
 
@@ -152,7 +197,7 @@ def test_an_unknown_name_asks_the_source_once_in_a_while(monkeypatch: pytest.Mon
             with pytest.raises(ModelNotFound):
                 await catalog.lookup("junk")
         assert source.finds == ["junk"]
-        monkeypatch.setattr(catalog_module, "NEGATIVE_S", -1.0)
+        monkeypatch.setattr(catalog_lookup, "NEGATIVE_S", -1.0)
         for _ in range(2):
             with pytest.raises(ModelNotFound):
                 await catalog.lookup("other")
@@ -176,8 +221,8 @@ def test_a_flood_of_junk_names_does_not_reach_the_source(monkeypatch: pytest.Mon
     """FR-72."""
 
     async def main() -> None:
-        monkeypatch.setattr(catalog_module, "MAX_PROBES", 2)
-        monkeypatch.setattr(catalog_module, "MAX_NEGATIVE", 2)
+        monkeypatch.setattr(catalog_lookup, "MAX_PROBES", 2)
+        monkeypatch.setattr(catalog_lookup, "MAX_NEGATIVE", 2)
         source = FakeSource(a="1")
         catalog = build(source)
         await catalog.refresh()
@@ -199,7 +244,7 @@ def test_a_busy_source_that_was_never_listed_is_503() -> None:
         source = FakeSource()
         source.gate = threading.Event()
         catalog = build(source)
-        lookups = [asyncio.create_task(catalog.lookup(f"junk-{i}")) for i in range(catalog_module.MAX_PROBES)]
+        lookups = [asyncio.create_task(catalog.lookup(f"junk-{i}")) for i in range(catalog_lookup.MAX_PROBES)]
         await asyncio.sleep(0)
         with pytest.raises(Unavailable):
             await catalog.lookup("one-more")
@@ -213,22 +258,65 @@ def test_a_name_is_loaded_once_unless_replaced() -> None:
     async def main() -> None:
         source = FakeSource(a="1", b="7")
         catalog = build(source)
-        await load(catalog, "x", "src/a")
+        await catalog.load("x", "src/a", False)
         with pytest.raises(Conflict):
-            await load(catalog, "x", "src/b")
-        await load(catalog, "x", "src/b", may_replace=True)
+            await catalog.load("x", "src/b", False)
+        await catalog.load("x", "src/b", may_replace=True)
         assert await catalog.lookup("x") == AdapterRef("x", "src/b", "7")
 
     run(main)
 
 
-def test_of_two_loads_at_once_one_wins() -> None:
+def test_while_a_name_is_loaded_its_requests_and_other_loads_are_told_to_come_again() -> None:
+    """FR-58: 503 with Retry-After rather than 404; the state is the same for every view."""
+
     async def main() -> None:
-        catalog = build(FakeSource(a="1", b="1"))
-        first, second = await catalog.propose("x", "src/a", False), await catalog.propose("x", "src/b", False)
-        await catalog.commit(first, False)
+        fleet = FakeFleet()
+        fleet.gate = asyncio.Event()
+        catalog = build(FakeSource(a="1", b="1"), fleet=fleet)
+        first = asyncio.create_task(catalog.load("x", "src/a", False))
+        await asyncio.sleep(0.05)
+        assert await states(catalog) == {"x": ("loading", None)}
+        with pytest.raises(Unavailable) as caught:
+            await catalog.lookup("x")
+        assert caught.value.retry_after_s
+        with pytest.raises(Unavailable):
+            await catalog.load("x", "src/b", False)
+        with pytest.raises(ModelNotFound):
+            await catalog.remove("x")
+        fleet.gate.set()
+        await first
+        assert await states(catalog) == {"x": ("ready", None)}
         with pytest.raises(Conflict):
-            await catalog.commit(second, False)
+            await catalog.load("x", "src/b", False)
+
+    run(main)
+
+
+def test_a_replacement_that_is_loaded_leaves_the_old_one_serving() -> None:
+    async def main() -> None:
+        fleet = FakeFleet()
+        catalog = build(FakeSource(a="1", b="7"), fleet=fleet)
+        await catalog.load("x", "src/a", False)
+        fleet.gate = asyncio.Event()
+        second = asyncio.create_task(catalog.load("x", "src/b", True))
+        await asyncio.sleep(0.05)
+        assert (await catalog.lookup("x")).uri == "src/a"
+        fleet.gate.set()
+        await second
+        assert (await catalog.lookup("x")).uri == "src/b"
+
+    run(main)
+
+
+def test_an_adapter_that_the_replicas_refuse_is_not_in_the_catalog() -> None:
+    async def main() -> None:
+        fleet = FakeFleet()
+        fleet.refusals["x"] = AdapterRefused("no DoRA", param="use_dora")
+        catalog = build(FakeSource(a="1"), fleet=fleet)
+        with pytest.raises(AdapterRefused):
+            await catalog.load("x", "src/a", False)
+        assert await names(catalog) == []
 
     run(main)
 
@@ -237,9 +325,10 @@ def test_reserved_names_and_empty_places_are_refused() -> None:
     async def main() -> None:
         catalog = build(FakeSource(a="1"))
         with pytest.raises(InvalidRequest):
-            await catalog.propose("_base", "src/a", False)
+            await catalog.load("_base", "src/a", False)
         with pytest.raises(ModelNotFound):
-            await catalog.propose("x", "src/none", False)
+            await catalog.load("x", "src/none", False)
+        assert await names(catalog) == []
 
     run(main)
 
@@ -256,8 +345,8 @@ def test_a_removed_adapter_stays_away_though_the_source_has_it() -> None:
                 await catalog.lookup(name)
             with pytest.raises(ModelNotFound):
                 await catalog.remove(name)
-        assert catalog.preloaded() == []
-        await load(catalog, "a", "src/a")
+        assert await catalog.preloaded() == []
+        await catalog.load("a", "src/a", False)
         assert (await catalog.lookup("a")).version == "1"
 
     run(main)
@@ -271,51 +360,106 @@ def test_a_restart_loses_nothing_and_brings_nothing_back(tmp_path: Path) -> None
         source = FakeSource(a="1", b="1")
         before = build(source, path)
         await before.refresh()
-        await load(before, "loaded", "src/a")
-        await load(before, "gone", "src/a")
+        await before.load("loaded", "src/a", False)
+        await before.load("gone", "src/a", False)
         await before.remove("gone")
         await before.remove("b")
         after = build(source, path)
-        assert (await after.lookup("loaded")).uri == "src/a"
         await after.refresh()
+        await after.keep_up()
         assert await names(after) == ["a", "loaded"]
         assert await after.lookup("loaded") == AdapterRef("loaded", "src/a", "1")
 
     run(main)
 
 
-def test_a_restart_while_the_source_is_down_still_knows_the_names(tmp_path: Path) -> None:
+def test_a_restart_while_the_source_is_down_still_knows_the_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_upkeep, "RETRY_S", 0.0)
+
     async def main() -> None:
         path = tmp_path / "catalog.json"
         source = FakeSource(a="1")
-        await load(build(source, path), "loaded", "src/a")
+        await build(source, path).load("loaded", "src/a", False)
         source.failure = DOWN
         after = build(source, path, named="src/a")
         await after.refresh()
+        await after.keep_up()
         assert [(await after.lookup(n)).version for n in ("loaded", "named")] == ["", ""]
+        assert (await states(after))["named"] == ("failed", "no answer")
         source.failure = None
-        await after.refresh()
+        await after.keep_up()
         assert [(await after.lookup(n)).version for n in ("loaded", "named")] == ["1", "1"]
 
     run(main)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"loaded": 3, "removed": []}', "not json"])
-def test_a_foreign_state_file_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "catalog.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="no catalog file"):
-        CatalogState(path)
+def test_a_named_adapter_follows_its_object_once_the_replicas_have_the_new_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The old one serves until then, and if the new one is refused."""
+    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
+    monkeypatch.setattr(catalog_upkeep, "RETRY_S", 0.0)
 
-
-def test_loads_at_once_are_all_in_the_file(tmp_path: Path) -> None:
     async def main() -> None:
-        path = tmp_path / "catalog.json"
-        catalog = build(FakeSource(a="1"), path)
-        await asyncio.gather(*(load(catalog, f"x{i}", "src/a") for i in range(20)))
-        assert sorted(CatalogState(path).loaded) == sorted(f"x{i}" for i in range(20))
+        source, fleet = FakeSource(a="1"), FakeFleet()
+        catalog = build(source, fleet=fleet, x="src/a")
+        await catalog.keep_up()
+        await catalog.keep_up()
+        assert fleet.loaded == [AdapterRef("x", "src/a", "1")]
+        source.versions["a"] = "2"
+        fleet.refusals["x"] = AdapterRefused("no DoRA", param="use_dora")
+        await catalog.keep_up()
+        assert (await catalog.lookup("x")).version == "1"
+        assert await states(catalog) == {"x": ("failed", "no DoRA")}
+        fleet.refusals.clear()
+        await catalog.keep_up()
+        assert (await catalog.lookup("x")).version == "2"
+        assert await states(catalog) == {"x": ("ready", None)}
 
     run(main)
+
+
+def test_only_so_many_named_adapters_are_kept_on_the_replicas() -> None:
+    async def main() -> None:
+        fleet = FakeFleet()
+        catalog = build(FakeSource(a="1"), fleet=fleet, max_kept=2, x="src/a", y="src/a", z="src/a")
+        await catalog.keep_up()
+        assert [ref.name for ref in fleet.loaded] == ["x", "y"]
+        assert [ref.name for ref in await catalog.preloaded()] == ["x", "y"]
+        assert (await states(catalog))["z"] == ("ready", None)
+
+    run(main)
+
+
+def test_pinned_adapters_of_the_source_are_there_before_a_replica_serves() -> None:
+    """FR-66."""
+
+    async def main() -> None:
+        catalog = build(FakeSource(a="1", b="1"), x="src/b")
+        assert [ref.name for ref in await catalog.preloaded(("a", "absent"))] == ["a", "x"]
+
+    run(main)
+
+
+def test_a_failing_adapter_is_tried_again_less_and_less_often() -> None:
+    upkeep = Upkeep()
+    upkeep.want({"x": "u"})
+    assert upkeep.status("x") == Status("pending")
+    now, waits = 0.0, []
+    for _ in range(8):
+        upkeep.failed("x", "u", "gone", now)
+        due = next(t for t in range(1000) if upkeep.due(now + t))
+        waits.append(due)
+        now += due
+    assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert upkeep.status("x") == Status("failed", "gone")
+    upkeep.succeeded("x", "u", "1", now)
+    assert upkeep.status("x") == Status("ready")
+    upkeep.want({"x": "elsewhere"})
+    upkeep.succeeded("x", "u", "1", now)  # too late
+    assert (upkeep.status("x"), upkeep.version("x")) == (Status("pending"), "")
 
 
 def test_a_change_wakes_the_views_and_a_load_returns_when_they_have_seen_it() -> None:
@@ -334,10 +478,10 @@ def test_a_change_wakes_the_views_and_a_load_returns_when_they_have_seen_it() ->
 
         views = [asyncio.create_task(follow("quick", 0.0)), asyncio.create_task(follow("slow", 0.1))]
         await asyncio.sleep(0.01)
-        await load(catalog, "x", "src/a")
-        assert [ref.name for ref in seen["slow"].refs] == ["x"]
+        await catalog.load("x", "src/a", False)
+        assert [entry.ref.name for entry in seen["slow"].entries] == ["x"]
         await catalog.remove("x")
-        assert seen["slow"].refs == seen["quick"].refs == ()
+        assert seen["slow"].entries == seen["quick"].entries == ()
         for view in views:
             view.cancel()
 
@@ -349,7 +493,7 @@ def test_a_dead_view_delays_a_load_by_a_bounded_time(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(catalog_module, "SEEN_TIMEOUT_S", 0.1)
         catalog = build(FakeSource(a="1"))
         await catalog.wait("dead", "", 0)
-        await load(catalog, "x", "src/a")
+        await catalog.load("x", "src/a", False)
         assert await names(catalog) == ["x"]
 
     run(main)
@@ -359,7 +503,7 @@ def test_a_view_of_another_catalog_gets_the_whole_state() -> None:
     async def main() -> None:
         catalog = build(FakeSource(a="1"))
         await catalog.refresh()
-        assert [ref.name for ref in (await catalog.wait("v", "another", 99)).refs] == ["a"]
+        assert [e.ref.name for e in (await catalog.wait("v", "another", 99)).entries] == ["a"]
 
     run(main)
 
@@ -378,7 +522,9 @@ def test_a_template_is_read_once_a_version() -> None:
     async def main() -> None:
         source = FakeSource(a="1")
         reads: list[str] = []
-        catalog = Catalog(source, {}, source.describe, lambda uri: reads.append(uri), CatalogState(None))
+        catalog = Catalog(
+            source, {}, source.describe, lambda uri: reads.append(uri), CatalogState(None), FakeFleet(), 9
+        )
         await catalog.refresh()
         for _ in range(2):
             assert await catalog.template(await catalog.lookup("a")) is None

@@ -127,7 +127,7 @@ async def test_models_list_the_base_first_and_adapters_by_name(fleet: FakeFleet)
         "id": BASE, "object": "model", "created": 7, "owned_by": "lorafleet", "root": "/models/base",
         "parent": None, "max_model_len": 100,
     }  # fmt: skip
-    assert one == qualified == {**base, "id": "a", "root": "root/a", "parent": BASE}
+    assert one == qualified == {**base, "id": "a", "root": "root/a", "parent": BASE, "state": "ready"}
 
 
 async def test_unknown_model_has_no_card(fleet: FakeFleet) -> None:
