@@ -14,7 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator,
 from engine.config import EngineConfig
 from router.policy import DEFAULT_MAX_WAIT_S, DEFAULT_MEMORY_S, DEFAULT_SLACK
 
-_ENGINE_OPTIONS = frozenset(f.name for f in fields(EngineConfig)) - {"model", "device"}
+_ENGINE_OPTIONS = frozenset(f.name for f in fields(EngineConfig)) - {
+    "model", "device", "tensor_parallel_size",
+}  # fmt: skip
 
 
 class RouterArgs(BaseModel):
@@ -48,18 +50,14 @@ class AppArgs(BaseModel):
     stream_interval_s: float = Field(default=0.02, ge=0)  # least time between two chunks of one stream
     graceful_shutdown_timeout_s: float = Field(default=120.0, gt=0)  # above the longest answer
     metrics_max_adapters: int = Field(default=100, ge=1)  # named by a replica; the rest share a label
+    metrics_port: int | None = Field(
+        default=None, ge=1, le=65535
+    )  # of each replica's own page, beside the API's
 
     @field_validator("served_model_name", mode="before")
     @classmethod
     def _one_name_or_several(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
-
-    @field_validator("tensor_parallel_size")
-    @classmethod
-    def _one_gpu(cls, value: int) -> int:
-        if value > 1:
-            raise ValueError(f"tensor_parallel_size {value} is not supported yet; use 1")
-        return value
 
     @field_validator("api_key_digests")
     @classmethod
@@ -80,7 +78,12 @@ class AppArgs(BaseModel):
         return self
 
     def engine_config(self) -> EngineConfig:
-        values = {"model": self.model, "device": self.device, **self.engine}
+        values = {
+            "model": self.model,
+            "device": self.device,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            **self.engine,
+        }
         return TypeAdapter(EngineConfig).validate_python(values)
 
     def model_names(self) -> tuple[str, ...]:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.coalesce import coalesce
+from deployments.metrics_server import MetricsServer
 from deployments.replica_books import ReplicaBooks, routing_stats
+from deployments.request_times import RequestTimes
 from deployments.wire import encode_deltas, encode_error, to_answer
 from engine.config import EngineConfig
 from engine.errors import EngineDead, LorafleetError
@@ -30,6 +32,7 @@ class ReplicaSettings:
     stream_interval_s: float = 0.02  # least time between two chunks of a stream
     metrics_max_adapters: int = 100  # adapters that this replica's metrics name
     engine_client: str = ENGINE_CLIENT  # module:Class; tests bring a fake
+    metrics_port: int | None = None  # of a page of its own; None: no page
 
 
 class EngineReplica:
@@ -41,13 +44,18 @@ class EngineReplica:
         self._books = ReplicaBooks(settings.metrics_max_adapters)
         self._client = getattr(importlib.import_module(module), name)(engine)
         self._watching: asyncio.Task[None]
+        self._metrics: MetricsServer | None = None
 
     async def start(self) -> None:
         await self._client.start()
         self._watching = asyncio.create_task(self._exit_with_the_engine())
+        if self._settings.metrics_port is not None:
+            self._metrics = MetricsServer(self._settings.metrics_port, self.stats)
 
     async def stop(self) -> None:
         self._watching.cancel()
+        if self._metrics is not None:
+            await self._metrics.stop()
         await self._client.stop()
 
     async def warm(self, refs: list[dict[str, str]]) -> None:
@@ -61,21 +69,22 @@ class EngineReplica:
     async def generate(self, request: dict[str, Any], route: str) -> AsyncGenerator[bytes, None]:
         """`route`: why the router chose this replica. Closing the stream aborts the request."""
         adapter = request["adapter"]["name"] if request["adapter"] else BASE
-        arrived = time.monotonic()
-        self._books.arrived(adapter, route, arrived)
-        code, is_first = None, True
+        times = RequestTimes(time.monotonic())
+        self._books.arrived(adapter, route, times.arrived)
+        code = None
         try:
             deltas = self._client.generate(decode_request(request))
             async with aclosing(coalesce(deltas, self._settings.stream_interval_s)) as stream:
                 async for items in stream:
-                    if is_first:
-                        self._books.first_token(adapter, time.monotonic() - arrived)
-                        is_first = False
+                    if times.first is None:
+                        self._books.first_token(adapter, time.monotonic() - times.arrived)
+                    times.saw(items, time.monotonic())
                     yield encode_deltas(items)
         except LorafleetError as error:
             code = error.code or "error"
             yield encode_error(error)
         finally:
+            self._books.finished(adapter, times, is_error=code is not None)
             self._books.ended(adapter, time.monotonic(), code)
 
     async def load_adapter(self, ref: dict[str, str]) -> dict[str, Any]:

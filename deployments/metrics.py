@@ -4,55 +4,88 @@
 counts as zero, and the names under "adapters" are names that the engine accepted, never raw client input:
 
     {"running": 3, "waiting": 1, "max_num_seqs": 32,
-     "model": "1f0c...", "preemptions": 0,                              # digest of the base model
-     "tokens": {"queued": 700, "running": 4096},                        # to be computed, with KV in the pool
-     "step_cost": [0.005, 2.4e-5, 3e-5, 1e-6],                          # see engine/step_cost.py; null: unknown
-     "lora_pages": 80,                                                  # of adapters that running requests use
+     "model": "1f0c...", "preemptions": 0,                      # digest of the base model
+     "tokens": {"queued": 700, "running": 4096},                # to be computed, with KV in the pool
+     "step_cost": [0.005, 2.4e-5, 3e-5, 1e-6],                  # see engine/step_cost.py; null: unknown
+     "steps": 1000,
+     "lora_pages": 80,                                          # of adapters that running requests use
+     "running_ranks": 48,                                       # of adapters, summed over running requests
      "pages": {"total": 512, "free": 300, "kv": 100, "prefix": 32, "adapters": 80},   # pages by owner
-     "page_bytes": 2097152,
-     "slots": {"total": 64, "used": 2},                                 # adapter slots
+     "page_bytes": 2097152, "page_tokens": 16,
+     "slots": {"total": 64, "used": 2},                         # adapter slots
      "host_cache": {"capacity_bytes": 2147483648, "used_bytes": 50331648},
      "evictions": {"hbm": {"pages": 4, "slot": 0, "unloaded": 1}, "host": {"bytes": 1}},  # by tier and cause
      "load_seconds": {"bounds": [0.01, 0.1, 1.0], "counts": [1, 5, 2, 0], "sum": 1.7},  # last: above all
+     "step_seconds": {...}, "step_adapters": {...},             # histograms too; adapters in a step
      "adapters": {
         "sql": {"digest": "9f3a...", "tier": "hbm",        # hbm | host | loading | source (known, not here)
-                "running": 2, "waiting": 1, "pages": 40, "pinned": false,
-                "hits": {"hbm": 90, "host": 4}, "misses": 1,  # once a request: where its adapter was found
-                "loads": 2, "load_failures": 0, "load_seconds_sum": 1.1,
+                "running": 2, "waiting": 1, "pages": 40, "host_bytes": 0, "rank": 16, "pinned": false,
+                # once a request: where its adapter was found; a miss: at the source only
+                "hits": {"hbm": 90, "host": 4, "disk": 1}, "misses": 1,
+                "loads": {"disk": 1, "source": 1}, "load_seconds": {"disk": 0.1, "source": 1.0},
+                "load_failures": 0,
                 "blocked_seconds_sum": 1.3,                # requests' time spent waiting for its weights
-                "evictions": 1,                            # from hbm
+                "evictions": {"pages": 1},                 # from hbm, by cause
                 "prompt_tokens": 4096, "cached_tokens": 1024, "output_tokens": 512},
         "_base": {...}}}                                   # the base model: running, waiting and tokens only
 
-A replica adds what it sees itself: "replica" (its id), "routes" ({reason: requests}) and, in each adapter's
-entry, "ttft_seconds_sum", "ttft_count" and "errors" ({code: n}), "ttft_seconds", a histogram, and
-"resident" and "awaited", the names of all adapters that are here or waited for; see `replica_books.py`.
+A replica adds what it sees itself, see `replica_books.py`: "replica" (its id), "routes" ({reason: requests}),
+"ttft_seconds", "tpot_seconds" and "e2e_seconds" (histograms), "resident" and "awaited" (names of all adapters
+that are here or waited for), "num_host" (adapters in host memory only) and, in each adapter's entry,
+"ttft_seconds_sum", "ttft_count", "errors" ({code: n}) and "finished" ({reason: n}).
 Adapters beyond a bound share one entry; see `label_cap.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import Metric, SummaryMetricFamily
 
+from deployments.metric_families import Row, Stats, counter, fill, fill_by, gauge, histogram
+from deployments.vllm_metrics import vllm_families
 from engine.stats import BASE
-
-Stats = Mapping[str, Any]
 
 # name, key in the replica's statistics, help
 _REPLICA_GAUGES = (
     ("requests_running", "running", "Requests in the running batch."),
     ("requests_waiting", "waiting", "Requests that wait for a seat, pages or their adapter."),
+    ("max_running_requests", "max_num_seqs", "Seats of the running batch."),
+    (
+        "running_ranks",
+        "running_ranks",
+        "Ranks of the adapters in the running batch, summed over its requests.",
+    ),
+    ("pool_page_bytes", "page_bytes", "Size of a page."),
+)
+# name, first and second key in the replica's statistics, help
+_NESTED_GAUGES = (
+    (
+        "queued_tokens",
+        "tokens",
+        "queued",
+        "Tokens that are to be computed yet, but for those to be generated.",
+    ),
+    ("running_tokens", "tokens", "running", "Tokens with keys and values in the pool, of running requests."),
+    ("adapter_slots", "slots", "total", "Adapters that can be resident at once."),
+    ("adapter_slots_used", "slots", "used", "Adapters that are resident."),
+    ("host_cache_bytes", "host_cache", "used_bytes", "Adapter bytes in host memory."),
+    ("host_cache_capacity_bytes", "host_cache", "capacity_bytes", "Host memory for adapters."),
+)
+_REPLICA_COUNTERS = (
+    ("preemptions", "preemptions", "Requests put back because the pool was full."),
+    ("steps", "steps", "Steps that computed something."),
+)
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "ttft_seconds", "From arrival at the replica to the first token."),
+    ("time_per_output_token_seconds", "tpot_seconds", "Of a request, after its first token."),
+    ("request_duration_seconds", "e2e_seconds", "From arrival at the replica to the last token."),
+    ("adapter_load_duration_seconds", "load_seconds", "Loads of adapters into host memory."),
+    ("step_duration_seconds", "step_seconds", "Steps that copied no adapter."),
+    ("step_adapters", "step_adapters", "Different adapters in a step."),
 )
 # name, key in the adapter's entry, help
 _ADAPTER_GAUGES = (
@@ -61,14 +94,19 @@ _ADAPTER_GAUGES = (
     ("adapter_pages", "pages", "Pages of the pool that hold the adapter's weights."),
 )
 _ADAPTER_COUNTERS = (
-    ("adapter_loads", "loads", "Finished loads from the source."),
-    ("adapter_load_failures", "load_failures", "Failed loads from the source."),
-    ("adapter_load_seconds", "load_seconds_sum", "Time spent in loads from the source."),
+    ("adapter_load_failures", "load_failures", "Failed loads."),
     ("adapter_blocked_seconds", "blocked_seconds_sum", "Requests' time spent waiting for the weights."),
-    ("adapter_evictions", "evictions", "Evictions from device memory."),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens."),
     ("cached_prompt_tokens", "cached_tokens", "Prompt tokens found in the prefix cache."),
     ("output_tokens", "output_tokens", "Generated tokens."),
+)
+# name, key of a dict in the adapter's entry, the label that its keys become, help
+_ADAPTER_COUNTERS_BY = (
+    ("adapter_loads", "loads", "tier", "Finished loads, by where they read from."),
+    ("adapter_load_seconds", "load_seconds", "tier", "Time spent in loads, by where they read from."),
+    ("adapter_evictions", "evictions", "cause", "Evictions from device memory."),
+    ("requests", "finished", "finish_reason", "Requests that ended."),
+    ("request_errors", "errors", "code", "Requests that ended in an error."),
 )
 
 
@@ -79,133 +117,99 @@ def render(replicas: Iterable[Stats], now: float | None = None) -> str:
     return generate_latest(registry).decode()
 
 
+def families(replicas: list[Stats], now: float) -> Iterator[Metric]:
+    return chain(
+        _replica_families(replicas),
+        _pool_families(replicas),
+        _adapter_families(replicas),
+        vllm_families(replicas, now),
+    )
+
+
 class _Collector:
     def __init__(self, replicas: list[Stats], now: float) -> None:
         self._replicas = replicas
         self._now = now
 
     def collect(self) -> Iterator[Metric]:
-        yield from _replica_families(self._replicas)
-        yield from _pool_families(self._replicas)
-        yield from _adapter_families(self._replicas)
-        yield _lora_requests_info(self._replicas, self._now)
+        return families(self._replicas, self._now)
 
 
 def _replica_families(replicas: list[Stats]) -> Iterator[Metric]:
     for name, key, text in _REPLICA_GAUGES:
-        gauge = _gauge(name, text, "replica")
+        family = gauge(name, text)
         for stats in replicas:
-            gauge.add_metric([stats["replica"]], stats.get(key, 0))
-        yield gauge
-    preemptions = _counter("preemptions", "Requests put back because the pool was full.", "replica")
-    routes = _counter("router_requests", "Requests by why they were routed here.", "reason", "replica")
-    ttft = _histogram("time_to_first_token_seconds", "From arrival at the replica to the first token.")
-    loads = _histogram("adapter_load_duration_seconds", "Loads of adapters from the source.")
-    for stats in replicas:
-        preemptions.add_metric([stats["replica"]], stats.get("preemptions", 0))
-        for reason, count in sorted(stats.get("routes", {}).items()):
-            routes.add_metric([reason, stats["replica"]], count)
-        _add_histogram(ttft, stats["replica"], stats.get("ttft_seconds"))
-        _add_histogram(loads, stats["replica"], stats.get("load_seconds"))
-    yield from (preemptions, routes, ttft, loads)
+            family.add_metric([stats["replica"]], stats.get(key, 0))
+        yield family
+    for name, key, inner, text in _NESTED_GAUGES:
+        family = gauge(name, text)
+        for stats in replicas:
+            family.add_metric([stats["replica"]], stats.get(key, {}).get(inner, 0))
+        yield family
+    for name, key, text in _REPLICA_COUNTERS:
+        total = counter(name, text)
+        for stats in replicas:
+            total.add_metric([stats["replica"]], stats.get(key, 0))
+        yield total
+    for name, key, text in _HISTOGRAMS:
+        yield histogram(name, text, replicas, key)
 
 
 def _pool_families(replicas: list[Stats]) -> Iterator[Metric]:
-    pages = _gauge("pool_pages", "Pages of the pool by owner.", "owner", "replica")
-    page_bytes = _gauge("pool_page_bytes", "Size of a page.", "replica")
-    slots = _gauge("adapter_slots", "Adapters that can be resident at once.", "replica")
-    slots_used = _gauge("adapter_slots_used", "Adapters that are resident.", "replica")
-    host_bytes = _gauge("host_cache_bytes", "Adapter bytes in host memory.", "replica")
-    host_capacity = _gauge("host_cache_capacity_bytes", "Host memory for adapters.", "replica")
-    evictions = _counter("evictions", "Evictions of adapters by cause.", "tier", "cause", "replica")
+    pages = gauge("pool_pages", "Pages of the pool by owner.", "owner")
+    evictions = counter("evictions", "Evictions of adapters by cause.", "tier", "cause")
+    routes = counter("router_requests", "Requests by why they were routed here.", "reason")
     for stats in replicas:
         replica = stats["replica"]
         for owner, count in stats.get("pages", {}).items():
             if owner != "total":  # the owners' sum
                 pages.add_metric([owner, replica], count)
-        page_bytes.add_metric([replica], stats.get("page_bytes", 0))
-        slots.add_metric([replica], stats.get("slots", {}).get("total", 0))
-        slots_used.add_metric([replica], stats.get("slots", {}).get("used", 0))
-        host_bytes.add_metric([replica], stats.get("host_cache", {}).get("used_bytes", 0))
-        host_capacity.add_metric([replica], stats.get("host_cache", {}).get("capacity_bytes", 0))
         for tier, causes in stats.get("evictions", {}).items():
             for cause, count in causes.items():
                 evictions.add_metric([tier, cause, replica], count)
-    yield from (pages, page_bytes, slots, slots_used, host_bytes, host_capacity, evictions)
+        for reason, count in sorted(stats.get("routes", {}).items()):
+            routes.add_metric([reason, replica], count)
+    yield from (pages, evictions, routes)
 
 
 def _adapter_families(replicas: list[Stats]) -> Iterator[Metric]:
     rows = [(name, s["replica"], entry) for s in replicas for name, entry in s.get("adapters", {}).items()]
     for name, key, text in _ADAPTER_GAUGES:
-        yield _fill(_gauge(name, text, "adapter", "replica"), rows, key)
+        yield fill(gauge(name, text, "adapter"), rows, key)
     for name, key, text in _ADAPTER_COUNTERS:
-        yield _fill(_counter(name, text, "adapter", "replica"), rows, key)
-    loaded = _gauge("adapter_loaded", "1 where the adapter's weights are.", "adapter", "tier", "replica")
-    lookups = _counter(
-        "adapter_lookups", "Requests by where their adapter was found.", "adapter", "tier", "replica"
-    )
-    errors = _counter("request_errors", "Requests that ended in an error.", "adapter", "code", "replica")
+        yield fill(counter(name, text, "adapter"), rows, key)
+    for name, key, label, text in _ADAPTER_COUNTERS_BY:
+        yield fill_by(counter(name, text, "adapter", label), rows, key)
+    yield from _residency_families(rows, {s["replica"]: s.get("page_bytes", 0) for s in replicas})
     ttft = SummaryMetricFamily(
         "lorafleet_adapter_time_to_first_token_seconds",
         "From arrival at the replica to the first token, by adapter.",
         labels=["adapter", "replica"],
     )
     for adapter, replica, entry in rows:
+        ttft.add_metric([adapter, replica], entry.get("ttft_count", 0), entry.get("ttft_seconds_sum", 0.0))
+    yield ttft
+
+
+def _residency_families(rows: list[Row], page_bytes: dict[str, int]) -> Iterator[Metric]:
+    loaded = gauge("adapter_loaded", "1 where the adapter's weights are.", "adapter", "tier")
+    nbytes = gauge("adapter_resident_bytes", "Memory that the adapter's weights take.", "adapter", "tier")
+    lookups = counter(
+        "adapter_lookups", "Requests by where their adapter was found; a hit is any tier but source.",
+        "adapter", "tier",
+    )  # fmt: skip
+    for adapter, replica, entry in rows:
         if entry.get("tier") in ("hbm", "host"):
             loaded.add_metric([adapter, entry["tier"], replica], 1)
-        if "hits" in entry and adapter != BASE:
-            hits = entry["hits"]
-            for tier, count in ("hbm", hits["hbm"]), ("host", hits["host"]), ("source", entry["misses"]):
+        if adapter == BASE:
+            continue
+        for tier, size in (
+            ("hbm", entry.get("pages", 0) * page_bytes[replica]),
+            ("host", entry.get("host_bytes", 0)),
+        ):
+            if size:
+                nbytes.add_metric([adapter, tier, replica], size)
+        if "hits" in entry:
+            for tier, count in {**entry["hits"], "source": entry["misses"]}.items():
                 lookups.add_metric([adapter, tier, replica], count)
-        for code, count in entry.get("errors", {}).items():
-            errors.add_metric([adapter, code, replica], count)
-        ttft.add_metric([adapter, replica], entry.get("ttft_count", 0), entry.get("ttft_seconds_sum", 0.0))
-    yield from (loaded, lookups, errors, ttft)
-
-
-def _lora_requests_info(replicas: list[Stats], now: float) -> Metric:
-    """Gateways read this one from each replica: lists in labels, the time as the value.
-
-    "Running" is what can be served at once, in use or not: else an idle adapter would look absent and its
-    next request would go to a cold replica.
-    """
-    labels = ["running_lora_adapters", "waiting_lora_adapters", "max_lora", "replica"]
-    gauge = GaugeMetricFamily("vllm:lora_requests_info", "Adapters on this replica.", labels=labels)
-    for stats in replicas:
-        resident, waiting = (",".join(stats.get(key, ())) for key in ("resident", "awaited"))
-        slots = str(stats.get("slots", {}).get("total", 0))
-        gauge.add_metric([resident, waiting, slots, stats["replica"]], now)
-    return gauge
-
-
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"lorafleet_{name}", text, labels=labels)
-
-
-def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"lorafleet_{name}", text, labels=labels)
-
-
-def _histogram(name: str, text: str) -> HistogramMetricFamily:
-    return HistogramMetricFamily(f"lorafleet_{name}", text, labels=["replica"])
-
-
-_Family = GaugeMetricFamily | CounterMetricFamily
-
-
-def _fill(family: _Family, rows: list[tuple[str, str, Stats]], key: str) -> _Family:
-    for adapter, replica, entry in rows:
-        if key in entry:
-            family.add_metric([adapter, replica], entry[key])
-    return family
-
-
-def _add_histogram(family: HistogramMetricFamily, replica: str, data: Stats | None) -> None:
-    if data is None:
-        return
-    bounds = [*map(str, data["bounds"]), "+Inf"]
-    total, buckets = 0, []
-    for bound, count in zip(bounds, data["counts"], strict=True):
-        total += count
-        buckets.append((bound, total))
-    family.add_metric([replica], buckets, data["sum"])
+    yield from (loaded, nbytes, lookups)

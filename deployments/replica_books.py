@@ -16,8 +16,8 @@ from engine.stats import BASE, Histogram
 
 # an adapter that nobody has asked for lately can give its slot to another one
 UNUSED_AFTER_S = 10.0
-# adapters that the router is told of: the latest used ones of a tier. Serve gives routers whole values and may
-# skip some, so there are no deltas; one that is not named is found by its home, where routers sent it before
+# adapters that the router is told of: the latest used ones of a tier. Serve gives routers whole values and
+# may skip some, so there are no deltas; one not named is found by its home, where routers sent it before
 MAX_NAMED = {"hbm": 256, "loading": 64, "host": 128}
 TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TPOT_BOUNDS_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)

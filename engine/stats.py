@@ -56,6 +56,7 @@ class AdapterStats:
         return {
             "hits": {"hbm": self.hbm_hits, "host": self.host_hits, "disk": self.disk_hits},
             "misses": self.misses,
+            "rank": self.rank,
             "loads": {"disk": self.disk_loads, "source": self.loads},
             "load_failures": self.load_failures,
             "load_seconds": {"disk": self.disk_load_seconds_sum, "source": self.load_seconds_sum},

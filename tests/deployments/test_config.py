@@ -22,8 +22,11 @@ def test_a_model_is_enough() -> None:
 
 
 def test_engine_options_reach_the_engine() -> None:
-    args = AppArgs(model="m", device="cuda", engine={"max_num_seqs": 4, "pool_bytes": 1 << 20})
+    args = AppArgs(
+        model="m", device="cuda", tensor_parallel_size=2, engine={"max_num_seqs": 4, "pool_bytes": 1 << 20}
+    )
     config = args.engine_config()
+    assert config.tensor_parallel_size == 2
     assert (config.device, config.max_num_seqs, config.pool_bytes) == ("cuda", 4, 1 << 20)
 
 
@@ -33,7 +36,9 @@ def test_engine_options_reach_the_engine() -> None:
         ({"modle": "m"}, "modle"),
         ({"num_replicas": 0}, "num_replicas"),
         ({"device": "tpu"}, "device"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 is not supported yet"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"engine": {"tensor_parallel_size": 2}}, "'tensor_parallel_size'"),
+        ({"metrics_port": 70000}, "metrics_port"),
         ({"engine": {"max_seqs": 4}}, "max_seqs"),
         ({"engine": {"model": "other"}}, "'model'"),
         ({"engine": {"max_num_seqs": 0}}, "max_num_seqs must be positive"),

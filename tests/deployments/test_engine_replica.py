@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDead, LorafleetError
 from engine.request import AdapterRef, GenerateRequest
 from engine.sampling_params import SamplingParams
+from engine.stats import BASE
 from engine.wire import encode_ref, encode_request
 from tests.cluster.fake_engine import DIE_AT_THIRD, OVERLOADED
 
@@ -68,6 +69,9 @@ def test_a_request_becomes_chunks_of_deltas() -> None:
             assert stats["replica"] == "r1"
             assert stats["routes"] == {"home": 1}
             assert stats["adapters"]["sql"]["ttft_count"] == 1
+            assert stats["adapters"]["sql"]["finished"] == {"length": 1}
+            for name in ("ttft_seconds", "tpot_seconds", "e2e_seconds"):
+                assert sum(stats[name]["counts"]) == 1
 
     asyncio.run(main())
 
@@ -77,7 +81,10 @@ def test_an_error_of_the_engine_is_the_streams_last_item_and_is_counted() -> Non
         async with started() as replica:
             (error,) = await run(replica, request(OVERLOADED, adapter="sql"))
             assert (type(error).__name__, error.retry_after_s) == ("Overloaded", 3.0)
-            assert (await replica.stats())["adapters"]["sql"]["errors"] == {"overloaded": 1}
+            stats = await replica.stats()
+            assert stats["adapters"]["sql"]["errors"] == {"overloaded": 1}
+            assert stats["adapters"]["sql"]["finished"] == {"error": 1}
+            assert sum(stats["e2e_seconds"]["counts"]) == 0
 
     asyncio.run(main())
 
@@ -104,6 +111,7 @@ def test_closing_the_stream_aborts_the_request() -> None:
             await stream.aclose()
             stats = await replica.stats()
             assert (stats["running"], stats["num_aborted"]) == (0, 1)
+            assert stats["adapters"][BASE]["finished"] == {"abort": 1}
 
     asyncio.run(main())
 

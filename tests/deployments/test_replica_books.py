@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deployments.replica_books import MAX_NAMED, UNUSED_AFTER_S, ReplicaBooks, routing_stats
+from deployments.request_times import RequestTimes
 
 
 def engine_stats(**adapters: dict[str, Any]) -> dict[str, Any]:
@@ -20,12 +21,14 @@ def test_a_request_leaves_its_route_its_wait_and_its_error() -> None:
     books.arrived("sql", "resident", now=1.0)
     books.first_token("sql", waited_s=0.2)
     assert books.in_use() == {"sql"}
+    books.finished("sql", RequestTimes(arrived=1.0), is_error=True)
     books.ended("sql", now=2.0, error="overloaded")
     assert books.in_use() == set()
     merged = books.merge_into(engine_stats(sql={"tier": "hbm"}))
     assert merged["routes"] == {"resident": 1}
     assert merged["adapters"]["sql"] == {
-        "tier": "hbm", "ttft_seconds_sum": 0.2, "ttft_count": 1, "errors": {"overloaded": 1}
+        "tier": "hbm", "ttft_seconds_sum": 0.2, "ttft_count": 1,
+        "errors": {"overloaded": 1}, "finished": {"error": 1},
     }  # fmt: skip
     assert sum(merged["ttft_seconds"]["counts"]) == 1
 

@@ -1,0 +1,32 @@
+"""What one request took at its replica. Pure: time comes in as `now`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.request import OutputDelta
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    arrived: float
+    first: float | None = None  # when its first token came
+    last: float = 0.0
+    num_tokens: int = 0  # of its longest choice
+    finish_reason: str | None = None  # of the choice that ended last
+
+    def saw(self, deltas: Sequence[OutputDelta], now: float) -> None:
+        if self.first is None:
+            self.first = now
+        self.last = now
+        for delta in deltas:
+            self.num_tokens = max(self.num_tokens, delta.num_output_tokens)
+            self.finish_reason = delta.finish_reason or self.finish_reason
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """After the first one; None if there is no other."""
+        if self.first is None or self.num_tokens < 2:
+            return None
+        return (self.last - self.first) / (self.num_tokens - 1)

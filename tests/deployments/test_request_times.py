@@ -1,0 +1,38 @@
+"""What one request took."""
+
+from __future__ import annotations
+
+import pytest
+
+from deployments.request_times import RequestTimes
+from engine.request import FinishReason, OutputDelta
+
+
+def delta(num_output_tokens: int, finish_reason: FinishReason | None = None) -> OutputDelta:
+    return OutputDelta(
+        index=0,
+        text="",
+        token_ids=(),
+        logprobs=None,
+        finish_reason=finish_reason,
+        stop_reason=None,
+        num_prompt_tokens=1,
+        num_cached_tokens=0,
+        num_output_tokens=num_output_tokens,
+    )
+
+
+def test_time_a_token_leaves_out_the_first_one() -> None:
+    times = RequestTimes(arrived=10.0)
+    times.saw([delta(1)], 12.0)
+    times.saw([delta(2), delta(3)], 12.3)
+    times.saw([delta(5, "stop")], 12.8)
+    assert (times.first, times.last, times.finish_reason) == (12.0, 12.8, "stop")
+    assert times.seconds_per_token == pytest.approx(0.8 / 4)
+
+
+def test_one_token_has_no_time_a_token() -> None:
+    times = RequestTimes(arrived=10.0)
+    assert times.seconds_per_token is None
+    times.saw([delta(1, "length")], 12.0)
+    assert times.seconds_per_token is None
