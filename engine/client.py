@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import logging
 import os
 import socket
 import sys
@@ -21,6 +23,9 @@ from engine.tokenizer import Tokenizer
 from engine.wire import HEADER, decode_event, encode_frame, encode_ref, encode_request
 
 STOP_TIMEOUT_S = 5.0
+CHECK_S = 1.0  # between two looks at whether the process lives
+
+logger = logging.getLogger(__name__)
 
 # idle OpenMP threads sleep: where other processes use the cores, spinning made a step up to 35 times slower
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
@@ -47,7 +52,9 @@ class EngineClient:
         self._death: EngineDead | None = None
         self._process: asyncio.subprocess.Process
         self._writer: asyncio.StreamWriter
+        self._has_spoken = False  # since the last look
         self._reading: asyncio.Task[None]
+        self._watching: asyncio.Task[None]
         self.tokenizer: Tokenizer
         self.facts: EngineFacts
 
@@ -75,9 +82,11 @@ class EngineClient:
             await asyncio.gather(tokenizer, return_exceptions=True)
             raise
         self._reading = asyncio.create_task(self._read(reader))
+        self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
         """Ends the process; what was running ends with EngineDead."""
+        self._watching.cancel()
         await self._end_process()
         await self._reading
 
@@ -172,7 +181,29 @@ class EngineClient:
         except (EOFError, OSError):
             self._die(EngineDead("the engine process ended", retry_after_s=1.0))
 
+    async def _watch(self) -> None:
+        """End a process that hangs: its death is noticed at once.
+
+        Looks are counted, not seconds: if this process was held up itself, that is no fault of the other one.
+        """
+        silent_looks = 0
+        while silent_looks * CHECK_S < self._config.heartbeat_timeout_s:
+            self._has_spoken = False
+            await asyncio.sleep(CHECK_S)
+            silent_looks = 0 if self._has_spoken else silent_looks + 1
+        self._kill(f"no sign of life for {self._config.heartbeat_timeout_s:g} s")
+
+    def _kill(self, reason: str) -> None:
+        logger.error("the engine process is ended: %s", reason)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     def _dispatch(self, message: dict[str, Any]) -> None:
+        self._has_spoken = True
+        if "beat" in message:
+            if message["beat"] > self._config.step_timeout_s:
+                self._kill(f"a step takes longer than {self._config.step_timeout_s:g} s")
+            return
         if "stats" in message:
             self._stats = message["stats"]
             return

@@ -41,7 +41,8 @@ class EngineConfig:
     eviction_policy: EvictionPolicy = "score"  # of adapters and prefix pages, in the pool and in host memory
     pinned_adapters: tuple[str, ...] = ()  # names; never evicted from the pool once they are there
     tensor_parallel_size: int = 1  # ranks of this replica's group, each with a part of base and adapters
-    step_timeout_s: float = 60.0  # a group whose step takes longer is over
+    step_timeout_s: float = 60.0  # an engine whose step takes longer is over
+    heartbeat_timeout_s: float = 10.0  # so is an engine process that gives no sign of life
     num_threads: int | None = None  # cpu backend; None: torch's default
     debug: bool = False  # check invariants every step and fill freed pages with NaN
 
@@ -58,7 +59,7 @@ class EngineConfig:
         for name in (
             "page_tokens", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests",
             "max_adapters", "max_rank", "host_cache_bytes", "max_parallel_loads", "load_timeout_s",
-            "disk_cache_bytes", "tensor_parallel_size", "step_timeout_s",
+            "disk_cache_bytes", "tensor_parallel_size", "step_timeout_s", "heartbeat_timeout_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

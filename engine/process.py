@@ -29,6 +29,7 @@ from engine.snapshot import snapshot
 from engine.wire import decode_ref, decode_request, encode_event, encode_frame, read_frame
 
 STATS_PERIOD_S = 0.1
+BEAT_S = 1.0  # a sign of life at least so often
 IDLE_WAIT_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class EngineProcess:
         self._inbox: Inbox = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._stopping = False
+        self._turned_at = time.monotonic()
 
     def run(self) -> None:
         config = EngineConfig(**read_frame(self._sock))
@@ -74,6 +76,7 @@ class EngineProcess:
         stats_sent = 0.0
         is_stale = True
         while not self._stopping:
+            self._turned_at = time.monotonic()
             events = loop.turn(IDLE_WAIT_S)
             if events:
                 self._send({"events": [encode_event(event) for event in events]})
@@ -92,12 +95,19 @@ class EngineProcess:
             self._inbox.put(self._stop)
 
     def _write(self) -> None:
-        while (frame := self._outbox.get()) is not None:
+        while (frame := self._next_frame()) is not None:
             try:
                 self._sock.sendall(frame)
             except OSError:  # the client is gone; the reader notices as well
                 self._inbox.put(self._stop)
                 return
+
+    def _next_frame(self) -> bytes | None:
+        try:
+            return self._outbox.get(timeout=BEAT_S)
+        except queue.Empty:
+            # a loop that hangs in a step says nothing else; how long is for the client to judge
+            return encode_frame({"beat": time.monotonic() - self._turned_at})
 
     def _send(self, message: Any) -> None:
         self._outbox.put(encode_frame(message))

@@ -176,6 +176,35 @@ async def test_death_of_the_process_is_an_error_not_a_silent_end(base: Path) -> 
     await client.stop()
 
 
+async def test_a_process_that_hangs_is_ended(base: Path) -> None:
+    """FR-65: its streams get an error within seconds, and nobody waits for it at the stop."""
+    client = EngineClient(config(base, heartbeat_timeout_s=2.0))
+    await client.start()
+    await asyncio.sleep(3.5)  # idle, but it gives signs of life
+    assert client.is_alive
+    stream = client.generate(request("1", max_tokens=300))
+    await anext(stream)
+    os.kill(client.pid, signal.SIGSTOP)
+    async with asyncio.timeout(6):
+        with pytest.raises(EngineDead):
+            async for _ in stream:
+                pass
+    await client.stop()
+
+
+async def test_a_step_that_hangs_ends_the_process(base: Path) -> None:
+    """Its other threads go on giving signs of life, so the loop's age decides."""
+    async with running(base, step_timeout_s=1.0) as client:
+        await collect(client, request("1", max_tokens=100))
+        client._dispatch({"beat": 0.5})
+        await asyncio.sleep(0.1)
+        assert client.is_alive
+        client._dispatch({"beat": 1.5})
+        async with asyncio.timeout(5):
+            await client.wait_for_death()
+        assert not client.is_alive
+
+
 async def test_the_process_ends_with_its_client(base: Path) -> None:
     client = EngineClient(config(base))
     await client.start()
