@@ -1,0 +1,76 @@
+"""Every object against the schema of its kind."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+
+from tests.k8s.crd_schema import strict_schema
+from tests.k8s.manifests import OVERLAYS, ROOT, SCENARIOS, build, pod_templates, ray_service
+
+KUBERNETES = "1.37"
+CRDS = Path(os.environ.get("KUBERAY_CRDS", ROOT.parent / "shared" / "k8s-crds"))
+# of operators, whose schemas are not here; tests of their own look at them
+FOREIGN = ("RayService", "PodMonitor", "PrometheusRule")
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    path = CRDS / "ray.io_rayservices.yaml"
+    if not path.exists():
+        pytest.skip(f"no KubeRay schemas in {CRDS}: set KUBERAY_CRDS to a folder with them")
+    return jsonschema.Draft202012Validator(strict_schema(path, "v1"))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_ray_service_is_one_of_kuberays(scenario: str, validator: Any) -> None:
+    errors = [f"{error.json_path}: {error.message}" for error in validator.iter_errors(ray_service(scenario))]
+    assert errors == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "rayClusterConfig", "workerGroupSpecs", 0, "minReplica"), 1),
+        (("spec", "rayClusterConfig", "rayVersion"), 2.6),
+        (("spec", "rayClusterConfig", "headGroupSpec", "template", "spec", "container"), []),
+        (("spec", "upgradeStrategy", "clusterUpgradeOptions"), {"stepSizePercent": 10}),
+    ],
+)
+def test_the_schema_finds_mistakes(path: tuple[str | int, ...], value: object, validator: Any) -> None:
+    broken: Any = copy.deepcopy(ray_service("base"))
+    found = broken
+    for key in path[:-1]:
+        found = found[key]
+    found[path[-1]] = value
+    assert not validator.is_valid(broken)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_objects_and_pods_are_kubernetes_own(scenario: str) -> None:
+    for found in build(scenario):
+        if found["kind"] not in FOREIGN:
+            kubernetes_validate.validate(found, KUBERNETES, strict=True)
+    for name, template in pod_templates(scenario):
+        pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(template)}
+        pod["metadata"]["name"] = name
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_objects_are_different_and_in_one_namespace(scenario: str) -> None:
+    names = [(found["kind"], found["metadata"]["name"]) for found in build(scenario)]
+    assert len(set(names)) == len(names)
+    assert {f["metadata"].get("namespace", "lorafleet") for f in build(scenario)} == {"lorafleet"}
+
+
+def test_overlays_change_something() -> None:
+    builds = {name: build(f"overlays/{name}") for name in OVERLAYS}
+    for name, objects in builds.items():
+        assert objects != build("base"), name

@@ -1,0 +1,106 @@
+"""The Serve config inside each RayService: Ray's schema, our own arguments, and that the two fit the pods."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import ray.serve._private.constants as serve_constants
+from ray.serve.schema import ServeDeploySchema
+
+from deployments.config import AppArgs
+from tests.k8s.manifests import (
+    ROOT,
+    SCENARIOS,
+    app_args,
+    cluster,
+    serve_config,
+    worker_group,
+)
+
+each_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
+# read by Ray, by huggingface_hub and by Triton
+OTHERS_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED", "HF_HOME", "HF_TOKEN", "TRITON_CACHE_DIR"}
+
+
+@each_scenario
+def test_serve_and_we_accept_it(scenario: str) -> None:
+    schema = ServeDeploySchema.model_validate(serve_config(scenario))
+    (application,) = schema.applications
+    module, _, name = application.import_path.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    AppArgs(**app_args(scenario))
+
+
+@each_scenario
+def test_a_pod_is_one_replica(scenario: str) -> None:
+    args, group = AppArgs(**app_args(scenario)), worker_group(scenario)
+    (ray,) = group["template"]["spec"]["containers"]
+    limits = ray["resources"]["limits"]
+    assert limits == ray["resources"]["requests"]
+    gpus = args.tensor_parallel_size if args.device == "cuda" else 0
+    assert int(limits.get("nvidia.com/gpu", 0)) == gpus
+    assert group["replicas"] == args.num_replicas
+    assert group["numOfHosts"] == 1
+    host_cache = args.engine_config().host_cache_bytes
+    assert host_cache < (int(limits["memory"].removesuffix("Gi")) << 30) / 2
+
+
+@each_scenario
+def test_ports_agree(scenario: str) -> None:
+    (ray,) = worker_group(scenario)["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in ray["ports"]}
+    assert ports["lorafleet"] == app_args(scenario)["metrics_port"]
+    assert ports["serve"] == serve_config(scenario)["http_options"]["port"]
+
+
+@each_scenario
+def test_serve_scales_within_what_the_cluster_can_have(scenario: str) -> None:
+    (application,) = serve_config(scenario)["applications"]
+    group = worker_group(scenario)
+    if not cluster(scenario).get("enableInTreeAutoscaling"):
+        assert "deployments" not in application
+        return
+    (engine,) = application["deployments"]
+    scaling = engine["autoscaling_config"]
+    assert engine["name"] == "engine"
+    assert (scaling["min_replicas"], scaling["max_replicas"]) == (group["minReplicas"], group["maxReplicas"])
+    most = 2 * AppArgs(**app_args(scenario)).engine_config().max_num_seqs
+    assert scaling["target_ongoing_requests"] < most, "else the router refuses before Serve adds a replica"
+
+
+@each_scenario
+def test_overlays_repeat_the_base_but_for_what_they_are_for(scenario: str) -> None:
+    """The config is one string, so an overlay that changes a word holds all of it."""
+    config, base = serve_config(scenario), serve_config("base")
+    assert {k: v for k, v in config.items() if k != "applications"} == {
+        k: v for k, v in base.items() if k != "applications"
+    }
+    args, expected = app_args(scenario), app_args("base")
+    assert args.get("metrics_port") == expected["metrics_port"]
+    assert args["graceful_shutdown_timeout_s"] == expected["graceful_shutdown_timeout_s"]
+    if not scenario.endswith(("tp2", "tp8", "cpu")):
+        assert args == expected
+
+
+@each_scenario
+def test_environment_names_are_ones_that_somebody_reads(scenario: str) -> None:
+    known = Path(serve_constants.__file__).read_text()
+    head = cluster(scenario)["headGroupSpec"]["template"]["spec"]["containers"][0]
+    worker = worker_group(scenario)["template"]["spec"]["containers"][0]
+    assert head["env"] == worker["env"], "Serve's controller and replicas must see the same"
+    for variable in head["env"]:
+        name = variable["name"]
+        assert name in OTHERS_ENVIRONMENT or f'"{name}"' in known, name
+
+
+def test_the_cpu_overlays_adapters_are_in_the_image() -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    source, target = next(
+        line.split()[-2:] for line in text.splitlines() if line.startswith("COPY") and "demo-adapters" in line
+    )
+    for uri in app_args("overlays/cpu")["lora_modules"].values():
+        folder, _, name = uri.rpartition("/")
+        assert folder == f"/opt/lorafleet/{target}"
+        assert (ROOT / source / name / "adapter_config.json").exists()
