@@ -130,7 +130,9 @@ class ResidencyPolicy:
         return wait + EXPECTED_OUTPUT * step + load * (own + EXPECTED_OUTPUT * more)
 
     def _balance(self, request: RouteRequest) -> Choice:
-        drawn = sorted(self._sample(2), key=lambda r: (r.load, self.cost(request, r, True)))
+        replicas = self.table.replicas
+        two = self._rng.sample(replicas, min(2, len(replicas)))
+        drawn = sorted(two, key=lambda r: (r.load, self.cost(request, r, True)))
         rest = [r for r in self._sample(MAX_ORDER) if r not in drawn]
         return Choice(tuple(r.replica_id for r in (*drawn, *rest)[:MAX_ORDER]), "balance")
 
@@ -141,7 +143,7 @@ class ResidencyPolicy:
             return []
         some: Iterable[Replica] = holders
         if len(holders) > COPIES:
-            some = self._rng.sample(list(holders), COPIES)
+            some = self._draw(list(holders), COPIES)
         return [(tier, r) for r in some if (tier := r.tier(adapter, now)) is not None]
 
     def _among_copies(
@@ -222,7 +224,11 @@ class ResidencyPolicy:
 
     def _sample(self, count: int) -> list[Replica]:
         replicas = self.table.replicas
-        return replicas if len(replicas) <= count else self._rng.sample(replicas, count)
+        return replicas if len(replicas) <= count else self._draw(replicas, count)
+
+    def _draw(self, replicas: list[Replica], count: int) -> list[Replica]:
+        """Up to `count` of them: drawing with replacement is several times faster, and as good here."""
+        return list(dict.fromkeys(self._rng.choices(replicas, k=count)))
 
 
 def _has_seat(replica: Replica, now: float) -> bool:
