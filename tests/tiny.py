@@ -62,12 +62,12 @@ def make_adapter(base: Path, path: Path, *, rank: int, targets: list[str], seed:
     return path
 
 
-def make_parrot(path: Path, cycle: bytes) -> Path:
+def make_parrot(path: Path, cycle: bytes, **overrides: Any) -> Path:
     """A Llama whose greedy output after any byte of `cycle` is the next one, for ever; no byte twice.
 
     Hidden states are one-hot, attention and MLP add nothing, and the head maps each byte to its successor.
     """
-    make_llama(path, hidden_size=256, num_hidden_layers=1)
+    make_llama(path, hidden_size=256, num_hidden_layers=1, **overrides)
     model = LlamaForCausalLM.from_pretrained(path)
     byte_at = byte_tokenizer().convert_tokens_to_ids
     alphabet = {byte: byte_at(char) for byte, char in _byte_chars().items()}

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,14 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import httpx2
+
 STOP_TIMEOUT_S = 40.0
+# what the command lines of a server's processes hold
+ENGINE = "engine.process"
+REPLICA = "ray::ServeReplica:lorafleet:engine"
+INGRESS = "ray::ServeReplica:lorafleet:ingress"
+CATALOG = "ray::ServeReplica:lorafleet:catalog"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,47 @@ class ServeProcess:
         body = {"model": model, "prompt": "abc", "max_tokens": 8, "temperature": 0, **options}
         return self.call("/v1/completions", body, key)
 
+    def stream(self, model: str, max_tokens: int, on_text: Callable[[str], None]) -> Stream:
+        """`on_text` is told all text so far, event by event."""
+        body = {"model": model, "prompt": "a", "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        stream = Stream()
+        try:
+            with httpx2.stream("POST", f"{self.url}/v1/completions", json=body, timeout=120) as answer:
+                for line in answer.iter_lines():
+                    stream.take(line)
+                    on_text(stream.text)
+        except httpx2.TransportError as error:
+            stream.broken = type(error).__name__
+        return stream
+
+    def pids(self, holding: str = "") -> list[int]:
+        """Of the processes below the server's that live and whose command lines hold that."""
+        children = _children()
+        found, queue = [], [self.process.pid]
+        while queue:
+            below = children.get(queue.pop(), [])
+            queue.extend(below)
+            found.extend(pid for pid in below if not holding or holding in _command(pid))
+        return sorted(found)
+
+
+@dataclass(slots=True)
+class Stream:
+    """What a client has seen of one."""
+
+    text: str = ""
+    is_done: bool = False
+    error: dict[str, Any] | None = None
+    broken: str | None = None  # the connection's end
+
+    def take(self, line: str) -> None:
+        if line == "data: [DONE]":
+            self.is_done = True
+        elif line:
+            event = json.loads(line.removeprefix("data: "))
+            self.error = event.get("error")
+            self.text += "".join(choice["text"] for choice in event.get("choices", ()))
+
 
 @contextmanager
 def serving(
@@ -71,6 +119,25 @@ def serving(
         finally:
             process.kill()
     shutil.rmtree(ray_dir)
+
+
+def _children() -> dict[int, list[int]]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    return children
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _free_port() -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.serve_process import STOP_TIMEOUT_S, Answer, ServeProcess, serving
+from tests.cluster.serve_process import ENGINE, STOP_TIMEOUT_S, Answer, ServeProcess, serving
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.cluster
@@ -211,13 +211,13 @@ def test_a_flood_of_junk_names_leaves_the_metrics_as_they_were(fleet: Fleet) -> 
 
 def test_a_lost_engine_is_replaced_and_loses_no_adapter(fleet: Fleet) -> None:
     """FR-59, FR-65."""
-    engines = _engine_pids(fleet.process.pid)
+    engines = fleet.server.pids(ENGINE)
     assert len(engines) == 2
     os.kill(engines[0], signal.SIGKILL)
     statuses = [fleet.complete("named").status for _ in range(10)]
     assert set(statuses) <= {200, 503}
     deadline = time.monotonic() + 60
-    while len(_engine_pids(fleet.process.pid)) < 2:
+    while len(fleet.server.pids(ENGINE)) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert fleet.complete("named").status == 200
@@ -225,7 +225,7 @@ def test_a_lost_engine_is_replaced_and_loses_no_adapter(fleet: Fleet) -> None:
 
 def test_ctrl_c_ends_everything_and_no_key_is_in_the_logs(fleet: Fleet) -> None:
     """The last test: it stops the server."""
-    pids = _descendants(fleet.process.pid)
+    pids = fleet.server.pids()
     fleet.process.send_signal(signal.SIGINT)
     assert fleet.process.wait(STOP_TIMEOUT_S) == 0
     deadline = time.monotonic() + 10
@@ -238,36 +238,3 @@ def test_ctrl_c_ends_everything_and_no_key_is_in_the_logs(fleet: Fleet) -> None:
     texts = {path.name: path.read_bytes() for path in logs} | {"": fleet.process.stdout.read().encode()}
     for key in (KEY.encode(), ENV_KEY.encode()):
         assert [name for name, text in texts.items() if key in text] == []
-
-
-def _children() -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        if fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    return children
-
-
-def _descendants(pid: int) -> list[int]:
-    children = _children()
-    found, queue = [], [pid]
-    while queue:
-        found.extend(below := children.get(queue.pop(), []))
-        queue.extend(below)
-    return found
-
-
-def _engine_pids(pid: int) -> list[int]:
-    pids = []
-    for child in _descendants(pid):
-        try:
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"engine.process" in command:
-            pids.append(child)
-    return pids
