@@ -59,3 +59,20 @@ def test_steps_are_counted_with_their_adapters_and_ranks() -> None:
     assert sum(found["step_adapters"]["counts"]) == found["steps"]
     assert 0 < sum(found["step_seconds"]["counts"]) <= found["steps"]
     assert BASE in found["adapters"]
+
+
+def test_tokens_that_wait_and_tokens_with_kv_are_told_apart() -> None:
+    """The router predicts waits from them: prompts that load, prompts that queue, what runs."""
+    harness = Harness()
+    harness.add("loads", A, length=7)
+    harness.add("queues", length=5)
+    assert taken(harness)["tokens"] == {"queued": 12, "running": 0}
+    harness.core.step()
+    tokens = taken(harness)["tokens"]
+    assert tokens["running"] == 5
+    assert 7 <= tokens["queued"] <= 8  # and the next token of the one that runs
+    harness.loaded(A, image(1))
+    harness.core.step()
+    assert taken(harness)["lora_pages"] == 2
+    harness.run()
+    assert taken(harness)["tokens"] == {"queued": 0, "running": 0}
