@@ -71,7 +71,7 @@ class FakeCatalog:
     def __init__(self, preloaded: list[dict[str, str]]) -> None:
         self._preloaded = preloaded
 
-    async def preloaded(self) -> list[dict[str, str]]:
+    async def preloaded(self, pinned: tuple[str, ...]) -> list[dict[str, str]]:
         return self._preloaded
 
 
