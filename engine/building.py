@@ -30,6 +30,9 @@ from engine.tensor_parallel.group import Group, GroupRunner
 
 logger = logging.getLogger(__name__)
 
+GROUPS_ON_GPUS = False
+"""On two GPUs with NCCL a group's tokens were not those of one GPU: refused until they are."""
+
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -46,6 +49,8 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     """Loads end in `inbox`. Raises InvalidRequest for a model or a configuration that cannot be served."""
     if config.tensor_parallel_size == 1:
         return _core(config, inbox, build_rank(config), None)
+    if config.device == "cuda" and not GROUPS_ON_GPUS:
+        raise InvalidRequest("groups of ranks do not run on GPUs yet", param="tensor_parallel_size")
     # the other ranks fail as this one does, but this one tells of it
     spec = load_model_spec(config.model)
     shard_shape(spec.shape, Shard(0, config.tensor_parallel_size))

@@ -172,3 +172,9 @@ def all_but(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         assert cuda.cuMemFree_v2(address) == 0
+
+
+def test_groups_are_refused_on_gpus() -> None:
+    with pytest.raises(InvalidRequest) as error:
+        Engine(EngineConfig(model="any", device="cuda", tensor_parallel_size=2))
+    assert error.value.param == "tensor_parallel_size"

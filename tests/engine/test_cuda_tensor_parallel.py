@@ -27,8 +27,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_equal_one(tmp_path: Path, dtype: Dtype) -> None:
+def test_two_ranks_equal_one(tmp_path: Path, dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """FR-38, FR-45."""
+    monkeypatch.setattr("engine.building.GROUPS_ON_GPUS", True)
     base = make_llama(
         tmp_path / "base", hidden_size=256, intermediate_size=512, head_dim=64, num_attention_heads=8
     )
