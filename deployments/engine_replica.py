@@ -102,9 +102,10 @@ class EngineReplica:
     async def facts(self) -> dict[str, Any]:
         return {"max_model_len": self._client.facts.max_model_len}
 
-    async def stats(self) -> dict[str, Any]:
-        """See `metrics.py`."""
-        return {"replica": self._replica_id, **self._books.merge_into(await self._client.stats())}
+    async def stats(self, names_all: bool = False) -> dict[str, Any]:
+        """See `metrics.py`. `names_all`: adapters beyond the bound too."""
+        stats = self._books.merge_into(await self._client.stats(), names_all)
+        return {"replica": self._replica_id, **stats}
 
     async def record_routing_stats(self) -> dict[str, Any]:
         return routing_stats(await self._client.stats(), self._books, time.monotonic())

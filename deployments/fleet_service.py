@@ -93,7 +93,7 @@ class FleetService(Replicas):
         return render(await self.broadcast("stats"))
 
     async def stats(self) -> dict[str, Any]:
-        return {"replicas": await self.broadcast("stats")}
+        return {"replicas": await self.broadcast("stats", True)}
 
     async def check_health(self) -> None:
         await self.broadcast("facts")

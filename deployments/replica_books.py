@@ -102,7 +102,7 @@ class ReplicaBooks:
         book = self._adapters.get(adapter)
         return book is None or (book.in_flight == 0 and now - book.last_used > UNUSED_AFTER_S)
 
-    def merge_into(self, stats: dict[str, Any]) -> dict[str, Any]:
+    def merge_into(self, stats: dict[str, Any], names_all: bool = False) -> dict[str, Any]:
         """The engine's statistics with ours beside them. `stats` stays as it is."""
         adapters = {name: dict(entry) for name, entry in stats.get("adapters", {}).items()}
         tiers = {name: entry["tier"] for name, entry in adapters.items() if entry.get("tier")}
@@ -115,7 +115,7 @@ class ReplicaBooks:
             )
         return {
             **stats,
-            "adapters": self._cap.fold(adapters),
+            "adapters": adapters if names_all else self._cap.fold(adapters),
             "resident": sorted(name for name, tier in tiers.items() if tier == "hbm"),
             "awaited": sorted(n for n, tier in tiers.items() if tier != "hbm" and adapters[n].get("waiting")),
             "routes": dict(self._routes),

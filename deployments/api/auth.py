@@ -46,12 +46,19 @@ def load_api_keys(keys: Iterable[str], file: Path | None, env: Mapping[str, str]
 class ApiKeyMiddleware:
     """Lets a request pass that bears one of the keys, or that asks for an open path."""
 
-    def __init__(self, app: ASGIApp, digests: tuple[str, ...]) -> None:
+    def __init__(
+        self, app: ASGIApp, digests: tuple[str, ...], open_paths: frozenset[str] = OPEN_PATHS
+    ) -> None:
         self.app = app
         self.digests = digests
+        self.open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS or self._allows(Headers(scope=scope)):
+        if (
+            scope["type"] == "lifespan"
+            or scope["path"] in self.open_paths
+            or self._allows(Headers(scope=scope))
+        ):
             await self.app(scope, receive, send)
             return
         body = error_body("missing or incorrect API key", code="invalid_api_key")

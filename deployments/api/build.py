@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from deployments.api.adapters_route import Pinning, RuntimeLoading, loading_is_off
-from deployments.api.auth import ApiKeyMiddleware
+from deployments.api.auth import OPEN_PATHS, ApiKeyMiddleware
 from deployments.api.body_limit import BodyLimitMiddleware
 from deployments.api.chat import ChatCompletions
 from deployments.api.completions import Completions
@@ -20,6 +20,8 @@ from deployments.api.prompts import PromptEncoder, PromptTokenizer
 from deployments.api.request_id import RequestIdMiddleware
 from deployments.api.settings import ApiSettings
 from deployments.api.tokenize_route import Tokenization
+from deployments.dashboard.route import OPEN_PATHS as DASHBOARD_PATHS
+from deployments.dashboard.route import Dashboard
 from deployments.service import AdapterCatalog, EngineService
 
 
@@ -46,6 +48,7 @@ def build_api(
     app.post("/detokenize")(tokenization.detokenize)
     app.get("/health")(operations.health)
     app.get("/metrics")(operations.metrics)
+    Dashboard(service).add_to(app)
     loading = RuntimeLoading(catalog, settings)
     enabled = settings.allow_runtime_loading
     app.post("/v1/load_lora_adapter")(loading.load if enabled else loading_is_off)
@@ -57,6 +60,7 @@ def build_api(
     # the last one added sees a request first
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes)
     if settings.api_key_digests:
-        app.add_middleware(ApiKeyMiddleware, digests=settings.api_key_digests)
+        open_paths = OPEN_PATHS | DASHBOARD_PATHS
+        app.add_middleware(ApiKeyMiddleware, digests=settings.api_key_digests, open_paths=open_paths)
     app.add_middleware(RequestIdMiddleware)
     return app

@@ -43,6 +43,7 @@ def test_all_adapters_that_are_here_or_awaited_are_named_beyond_the_bound() -> N
     )
     assert (merged["resident"], merged["awaited"]) == (["a", "b"], ["c"])
     assert len(merged["adapters"]) == 2
+    assert len(books.merge_into(engine_stats(b={}, a={}), names_all=True)["adapters"]) == 2
 
 
 def test_merging_leaves_the_engines_statistics_alone() -> None:

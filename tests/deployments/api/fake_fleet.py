@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx2
@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from deployments.api.build import build_api
 from deployments.api.settings import ApiSettings
-from deployments.service import AdapterRecord
+from deployments.service import AdapterRecord, CanaryRecord
 from engine.errors import Conflict, ModelNotFound
 from engine.request import AdapterRef, FinishReason, GenerateRequest, OutputDelta, TokenLogprob
 
@@ -65,6 +65,7 @@ class FakeService:
         self.health: Exception | None = None
         self.known: set[str] = set()
         self.pinned: set[str] = set()
+        self.replicas: list[dict[str, Any]] = []  # their statistics
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputDelta]]:
         self.requests.append(request)
@@ -99,7 +100,7 @@ class FakeService:
         return "lorafleet_up 1\n"
 
     async def stats(self) -> dict[str, Any]:
-        return {}
+        return {"replicas": self.replicas}
 
     async def check_health(self) -> None:
         if self.health is not None:
@@ -134,6 +135,11 @@ class FakeCatalog:
         if name in self.records and not replace:
             raise Conflict("taken")
         self.records[name] = AdapterRecord(AdapterRef(name, uri), None, uri)
+
+    async def load_canary(self, name: str, uri: str, weight: float) -> None:
+        old = await self.resolve(name)
+        canary = CanaryRecord(AdapterRecord(AdapterRef(f"{name}@canary", uri), None, uri), weight)
+        self.records[name] = replace(old, canary=canary if weight else None)
 
     async def unload(self, name: str) -> None:
         if name not in self.records:
