@@ -84,6 +84,9 @@ class CatalogHandle:
     async def load(self, name: str, uri: str, may_replace: bool) -> None:
         await self._call("load", name, uri, may_replace, timeout_s=CALL_TIMEOUT_S + self._load_timeout_s)
 
+    async def load_canary(self, name: str, uri: str, weight: float) -> None:
+        await self._call("load_canary", name, uri, weight, timeout_s=CALL_TIMEOUT_S + self._load_timeout_s)
+
     async def remove(self, name: str) -> None:
         await self._call("remove", name)
 

@@ -7,7 +7,7 @@ import logging
 import uuid
 from typing import Protocol
 
-from deployments.service import AdapterRecord
+from deployments.service import AdapterRecord, CanaryRecord
 from engine.request import AdapterRef
 from router.catalog import Entry, Snapshot, refuse_while_loading
 from router.catalog_upkeep import Status
@@ -25,6 +25,8 @@ class CatalogService(Protocol):
     async def template(self, ref: AdapterRef) -> str | None: ...
 
     async def load(self, name: str, uri: str, may_replace: bool) -> None: ...
+
+    async def load_canary(self, name: str, uri: str, weight: float) -> None: ...
 
     async def remove(self, name: str) -> None: ...
 
@@ -54,7 +56,7 @@ class CatalogView:
                 continue
             self._epoch, self._version = snapshot.epoch, snapshot.version
             self._entries = {entry.ref.name: entry for entry in snapshot.entries}
-            known = {entry.ref for entry in snapshot.entries}
+            known = {ref for entry in snapshot.entries for ref in entry.refs()}
             self._templates = {ref: text for ref, text in self._templates.items() if ref in known}
 
     async def resolve(self, name: str) -> AdapterRecord:
@@ -62,21 +64,35 @@ class CatalogView:
         if entry is None:
             entry = Entry(await self._catalog.lookup(name), Status())
         refuse_while_loading(entry)
-        if entry.ref not in self._templates:
-            self._templates[entry.ref] = await self._catalog.template(entry.ref)
-        return _record(entry, self._templates[entry.ref])
+        for ref in entry.refs():
+            if ref not in self._templates:
+                self._templates[ref] = await self._catalog.template(ref)
+        return self._record(entry)
 
     async def list(self) -> list[AdapterRecord]:
-        return [_record(entry, self._templates.get(entry.ref)) for entry in self._entries.values()]
+        return [self._record(entry) for entry in self._entries.values()]
 
     async def load(self, name: str, uri: str, *, replace: bool) -> None:
         await self._catalog.load(name, uri, replace)
 
+    async def load_canary(self, name: str, uri: str, weight: float) -> None:
+        await self._catalog.load_canary(name, uri, weight)
+
     async def unload(self, name: str) -> None:
         await self._catalog.remove(name)
 
+    def _record(self, entry: Entry) -> AdapterRecord:
+        template = self._templates.get(entry.ref)
+        canary = None
+        if entry.canary is not None:
+            ref = entry.canary.ref
+            canary = CanaryRecord(
+                AdapterRecord(ref, self._templates.get(ref), _root(ref)), entry.canary.weight
+            )
+        status = entry.status
+        return AdapterRecord(entry.ref, template, _root(entry.ref), status.state, status.reason, canary)
 
-def _record(entry: Entry, chat_template: str | None) -> AdapterRecord:
+
+def _root(ref: AdapterRef) -> str:
     # the last part only: clients need not know our directories and buckets
-    root = entry.ref.uri.rstrip("/").rpartition("/")[2]
-    return AdapterRecord(entry.ref, chat_template, root, entry.status.state, entry.status.reason)
+    return ref.uri.rstrip("/").rpartition("/")[2]

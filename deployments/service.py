@@ -21,6 +21,15 @@ class AdapterRecord:
     root: str  # where it comes from, as shown to clients
     state: str = "ready"  # or loading, pending, failed
     reason: str | None = None  # why it failed
+    canary: CanaryRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryRecord:
+    """Another version under the same name."""
+
+    record: AdapterRecord
+    weight: float  # part of the name's requests that it answers
 
 
 class EngineService(Protocol):
@@ -40,7 +49,8 @@ class EngineService(Protocol):
 
     async def metrics_text(self) -> str: ...
 
-    async def stats(self) -> dict[str, Any]: ...
+    async def stats(self) -> dict[str, Any]:
+        """`{"replicas": [...]}`, each as `deployments.metrics` tells, with all adapters."""
 
     async def check_health(self) -> None:
         """Raises Unavailable if no request could be served now."""
@@ -60,6 +70,9 @@ class AdapterCatalog(Protocol):
         Raises Conflict if the name is taken and not `replace`, ModelNotFound if nothing is at `uri`,
         AdapterRefused if it cannot be served, Unavailable while another load of that name is under way.
         """
+
+    async def load_canary(self, name: str, uri: str, weight: float) -> None:
+        """Answer a part of the name's requests from `uri`; a weight of 0 ends that. Raises as `load`."""
 
     async def unload(self, name: str) -> None:
         """Raises ModelNotFound."""

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -50,9 +50,19 @@ class Fleet(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Canary:
+    ref: AdapterRef
+    weight: float  # part of the requests that it answers
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     ref: AdapterRef
     status: Status
+    canary: Canary | None = None
+
+    def refs(self) -> tuple[AdapterRef, ...]:
+        return (self.ref, self.canary.ref) if self.canary else (self.ref,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +180,34 @@ class Catalog:
             await self._publish()
         await self._until_seen()
 
+    async def load_canary(self, name: str, uri: str, weight: float) -> None:
+        """Another version of a name that is there, for a part of its requests; none at a weight of 0.
+
+        It ends when `load` replaces the name. Raises as `load`, and ModelNotFound.
+        """
+        if name not in self._entries or name in self._loading:
+            raise ModelNotFound(f"no adapter {name!r}")
+        version = await self._version_of(uri)
+        if weight:
+            await self._fleet.load_adapter(AdapterRef(canary_name(name), uri, version))
+        await self._state.change(lambda desired: desired.with_canary(name, uri, weight))
+        self._upkeep.want(self._named())
+        self._upkeep.succeeded(canary_name(name), uri, version, time.monotonic())
+        await self._publish()
+        await self._until_seen()
+
     async def remove(self, name: str) -> None:
         """Desired no more, even if the source has it, until it is loaded again. Raises ModelNotFound."""
         if name not in self._entries or name in self._loading:
             raise ModelNotFound(f"no adapter {name!r}")
+        unloaded = (name, canary_name(name)) if name in self._state.desired.canaries else (name,)
         is_elsewhere = name in self._static or name in self._discovered
         await self._state.change(lambda desired: desired.without(name, hide=is_elsewhere))
         await self._publish()
         await self._until_seen()
         try:
-            await self._fleet.unload_adapter(name)
+            for gone in unloaded:
+                await self._fleet.unload_adapter(gone)
         except Unavailable:
             # nobody can ask for it any more; it only takes room until it yields
             logger.warning("no replica has heard that adapter %s was unloaded", name)
@@ -194,7 +222,8 @@ class Catalog:
                 refs[name] = await self.lookup(name)
             except LorafleetError as error:
                 logger.warning("pinned adapter %s is not there: %s", name, error)
-        return list({**refs, **{name: self._entries[name].ref for name in self._kept()}}.values())
+        kept = {name: AdapterRef(name, uri, self._upkeep.version(name)) for name, uri in self._kept().items()}
+        return list({**refs, **kept}.values())
 
     async def wait(self, view: str, epoch: str, version: int) -> Snapshot:
         """The next state after the one that the view names as seen, or the same one after `POLL_S`."""
@@ -257,16 +286,17 @@ class Catalog:
             return
         self._entries = entries
         self._version += 1
-        desired = {entry.ref for entry in entries.values()}
+        desired = {ref for entry in entries.values() for ref in entry.refs()}
         self._templates = {ref: text for ref, text in self._templates.items() if ref in desired}
         async with self._changed:
             self._changed.notify_all()
 
     def _named(self) -> dict[str, str]:
-        """Name -> URI of those that somebody named."""
+        """Name -> URI of those that somebody named, canaries last."""
         desired = self._state.desired
         named = {**self._static, **desired.loaded}
-        return {name: uri for name, uri in named.items() if name not in desired.removed}
+        canaries = {canary_name(name): canary.uri for name, canary in desired.canaries.items()}
+        return {**{name: uri for name, uri in named.items() if name not in desired.removed}, **canaries}
 
     def _kept(self) -> dict[str, str]:
         return dict(islice(self._named().items(), self._max_kept))
@@ -284,7 +314,13 @@ class Catalog:
             name: Entry(AdapterRef(name, uri, upkeep.version(name)), upkeep.status(name))
             for name, uri in named.items()
         }
-        return {**loading, **found, **kept}
+        entries = {**loading, **found, **kept}
+        for name, canary in self._state.desired.canaries.items():
+            entry = entries.pop(canary_name(name))
+            # one that cannot be had leaves all requests to the version that can
+            if name in entries and entry.status.state == "ready":
+                entries[name] = replace(entries[name], canary=Canary(entry.ref, canary.weight))
+        return entries
 
     async def _until_seen(self) -> None:
         version = self._version
@@ -314,6 +350,11 @@ async def _error_of(part: Awaitable[None]) -> Exception | None:
     except (LorafleetError, ValueError) as error:
         return error
     return None
+
+
+def canary_name(name: str) -> str:
+    """No client can ask for it: the grammar of names has no such sign. Metrics and answers show it."""
+    return f"{name}@canary"
 
 
 def _is_loading(name: str) -> Unavailable:

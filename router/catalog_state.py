@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol, TypeVar
 
 from engine.adapters.files import SourceChanged
 from engine.errors import Unavailable
 
 MAX_CONFLICTS = 20  # edits of one change
+
+
+T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -28,30 +31,50 @@ class Store(Protocol):
         """Returns the new tag. Raises SourceChanged if the content is not the one of `tag` any more."""
 
 
+class CanaryPlace(NamedTuple):
+    uri: str
+    weight: float  # part of the name's requests that it answers
+
+
 @dataclass(frozen=True, slots=True)
 class Desired:
     loaded: Mapping[str, str] = field(default_factory=dict)  # name -> URI
     removed: frozenset[str] = frozenset()  # though the source or the configuration has them
+    canaries: Mapping[str, CanaryPlace] = field(default_factory=dict)  # by the name that they share
 
     def with_loaded(self, name: str, uri: str) -> Desired:
-        return Desired({**self.loaded, name: uri}, self.removed - {name})
+        """Whole: a canary of that name ends."""
+        return Desired({**self.loaded, name: uri}, self.removed - {name}, _but(self.canaries, name))
+
+    def with_canary(self, name: str, uri: str, weight: float) -> Desired:
+        """A weight of 0 ends it."""
+        canaries = _but(self.canaries, name)
+        return replace(self, canaries={**canaries, name: CanaryPlace(uri, weight)} if weight else canaries)
 
     def without(self, name: str, hide: bool) -> Desired:
         """`hide`: it is also in the source or in the configuration and would come back."""
-        loaded = {other: uri for other, uri in self.loaded.items() if other != name}
-        return Desired(loaded, self.removed | {name} if hide else self.removed)
+        removed = self.removed | {name} if hide else self.removed
+        return Desired(_but(self.loaded, name), removed, _but(self.canaries, name))
 
     def encode(self) -> bytes:
-        return json.dumps({"loaded": dict(self.loaded), "removed": sorted(self.removed)}, indent=1).encode()
+        data = {
+            "loaded": dict(self.loaded),
+            "removed": sorted(self.removed),
+            "canaries": {name: list(canary) for name, canary in self.canaries.items()},
+        }
+        return json.dumps(data, indent=1).encode()
 
     @staticmethod
     def decode(content: bytes) -> Desired:
         """Raises ValueError if it is not what `encode` has made."""
         try:
             data = json.loads(content)
-            return Desired(
-                {str(name): str(uri) for name, uri in data["loaded"].items()}, frozenset(data["removed"])
-            )
+            loaded = {str(name): str(uri) for name, uri in data["loaded"].items()}
+            canaries = {
+                str(name): CanaryPlace(str(uri), float(weight))
+                for name, (uri, weight) in data["canaries"].items()
+            }
+            return Desired(loaded, frozenset(data["removed"]), canaries)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError("the catalog's file or object holds something else") from error
 
@@ -97,3 +120,7 @@ class CatalogState:
             self.desired, self._tag = Desired(), None
         elif found[1] != self._tag:
             self.desired, self._tag = Desired.decode(found[0]), found[1]
+
+
+def _but(of: Mapping[str, T], name: str) -> dict[str, T]:
+    return {other: value for other, value in of.items() if other != name}

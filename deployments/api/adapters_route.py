@@ -31,7 +31,10 @@ class RuntimeLoading:
         name = self._checked_name(body.lora_name)
         uri = allowed_uri(body.lora_path, self._settings.allowed_uri_prefixes)
         try:
-            await self._catalog.load(name, uri, replace=body.load_inplace)
+            if body.canary_weight is not None:
+                await self._catalog.load_canary(name, uri, body.canary_weight)
+            else:
+                await self._catalog.load(name, uri, replace=body.load_inplace)
         except Conflict:
             raise Conflict(
                 f"The lora adapter {name!r} has already been loaded. "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deployments.api.http_errors import shown
@@ -31,11 +32,26 @@ class ResolvedModel:
 
 
 class ModelResolver:
-    def __init__(self, base_names: Sequence[str], catalog: AdapterCatalog) -> None:
+    def __init__(
+        self,
+        base_names: Sequence[str],
+        catalog: AdapterCatalog,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """`draw`: numbers from 0 to below 1; they decide which requests a canary answers."""
         self._base_names = base_names
         self._catalog = catalog
+        self._draw = draw
 
     async def resolve(self, model: str) -> ResolvedModel:
+        """What answers a request. Raises as `find`."""
+        found = await self.find(model)
+        canary = found.record.canary if found.record else None
+        if canary is not None and self._draw() < canary.weight:
+            return ResolvedModel(canary.record.ref.name, canary.record)
+        return found
+
+    async def find(self, model: str) -> ResolvedModel:
         """`base`, `adapter` or `base:adapter`. Raises ModelNotFound, InvalidRequest or Unavailable."""
         if model in self._base_names:
             return ResolvedModel(model, None)

@@ -21,7 +21,7 @@ class Models:
         return {"object": "list", "data": base + [self._adapter_card(record) for record in records]}
 
     async def get(self, model: str) -> dict[str, Any]:
-        resolved = await self._resolver.resolve(model)
+        resolved = await self._resolver.find(model)
         if resolved.record is None:
             return self._base_card(resolved.name)
         return self._adapter_card(resolved.record)
@@ -31,6 +31,8 @@ class Models:
 
     def _adapter_card(self, record: AdapterRecord) -> dict[str, Any]:
         card = self._card(record.ref.name, root=record.root, parent=self._settings.model_names[0])
+        if record.canary is not None:
+            card["canary_weight"] = record.canary.weight
         return card | {"state": record.state} | ({"reason": record.reason} if record.reason else {})
 
     def _card(self, name: str, root: str, parent: str | None) -> dict[str, Any]:

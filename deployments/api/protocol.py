@@ -174,6 +174,8 @@ class LoadAdapterRequest(BaseModel):
     lora_name: str
     lora_path: str
     load_inplace: Bool = False
+    # ours: answer this part of the name's requests from lora_path, the others as before; 0 ends it
+    canary_weight: Annotated[Float, Field(ge=0, lt=1)] | None = None
 
 
 class UnloadAdapterRequest(BaseModel):

@@ -40,6 +40,9 @@ class Link:
     async def load(self, name: str, uri: str, may_replace: bool) -> None:
         await self._pass("load").load(name, uri, may_replace)
 
+    async def load_canary(self, name: str, uri: str, weight: float) -> None:
+        await self._pass("load_canary").load_canary(name, uri, weight)
+
     async def remove(self, name: str) -> None:
         await self._pass("remove").remove(name)
 
@@ -141,6 +144,23 @@ def test_a_taken_name_is_refused_before_any_replica_loads_it() -> None:
             assert len(fleet.loaded) == 1
             await two.load("x", "src/b", replace=True)
             assert (await one.resolve("x")).ref.uri == "src/b"
+
+    asyncio.run(main())
+
+
+def test_a_canary_comes_with_its_name_and_goes_with_it() -> None:
+    async def main() -> None:
+        async with views(FakeSource(a="1", b="7")) as (one, two, _, _):
+            await one.load_canary("a", "src/b", 0.1)
+            canary = (await two.resolve("a")).canary
+            assert canary is not None
+            assert canary.weight == 0.1
+            assert canary.record == AdapterRecord(
+                AdapterRef("a@canary", "src/b", "7"), "template of src/b", "b"
+            )
+            assert await names(two) == ["a", "b"]
+            await two.load_canary("a", "src/b", 0.0)
+            assert (await one.resolve("a")).canary is None
 
     asyncio.run(main())
 

@@ -23,7 +23,7 @@ from engine.errors import (
 from engine.request import AdapterRef
 from router import catalog as catalog_module
 from router import catalog_lookup, catalog_upkeep
-from router.catalog import Catalog, Snapshot
+from router.catalog import Canary, Catalog, Snapshot
 from router.catalog_state import CatalogState
 from router.catalog_store import FileStore
 from router.catalog_upkeep import Status, Upkeep
@@ -417,6 +417,45 @@ def test_a_named_adapter_follows_its_object_once_the_replicas_have_the_new_versi
         await catalog.keep_up()
         assert (await catalog.lookup("x")).version == "2"
         assert await states(catalog) == {"x": ("ready", None)}
+
+    run(main)
+
+
+def test_a_canary_shares_a_name_until_that_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is durable, follows its object, and while it cannot be had the other version answers alone."""
+    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
+    monkeypatch.setattr(catalog_upkeep, "RETRY_S", 0.0)
+
+    async def main() -> None:
+        path = tmp_path / "catalog.json"
+        source, fleet = FakeSource(a="1", b="1", c="1"), FakeFleet()
+        await build(source, path, fleet, x="src/a").load_canary("x", "src/b", 0.5)
+        catalog = build(source, path, fleet, x="src/a")
+        await catalog.refresh()
+        await catalog.keep_up()
+        (entry,) = [e for e in (await catalog.wait("v", "", 0)).entries if e.ref.name == "x"]
+        assert entry.canary == Canary(AdapterRef("x@canary", "src/b", "1"), 0.5)
+        assert AdapterRef("x@canary", "src/b", "1") in await catalog.preloaded()
+
+        source.versions["b"] = "2"
+        await catalog.refresh()
+        await catalog.keep_up()
+        assert fleet.loaded[-1] == AdapterRef("x@canary", "src/b", "2")
+        fleet.refusals["x@canary"] = AdapterRefused("no DoRA", param="use_dora")
+        source.versions["b"] = "3"
+        await catalog.refresh()
+        await catalog.keep_up()
+        assert all(entry.canary is None for entry in (await catalog.wait("v", "", 0)).entries)
+
+        await catalog.load("x", "src/c", True)
+        await catalog.keep_up()
+        assert await names(catalog) == ["a", "b", "c", "x"]
+        with pytest.raises(ModelNotFound):
+            await catalog.load_canary("unknown", "src/b", 0.5)
+        with pytest.raises(ModelNotFound):
+            await catalog.load_canary("x", "src/none", 0.5)
 
     run(main)
 

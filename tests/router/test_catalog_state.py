@@ -160,3 +160,16 @@ def test_a_place_that_is_no_place_for_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable):
         FileStore(tmp_path / "file" / "catalog.json").write(b"", None)
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    desired = Desired().with_loaded("x", "u").with_loaded("y", "v").with_canary("x", "w", 0.5)
+    desired = desired.without("z", hide=True)
+    assert Desired.decode(desired.encode()) == desired
+    assert desired.canaries == {"x": ("w", 0.5)}
+    for without in (
+        desired.with_canary("x", "w", 0.0),
+        desired.with_loaded("x", "w"),
+        desired.without("x", False),
+    ):
+        assert without.canaries == {}

@@ -37,6 +37,22 @@ async def test_loaded_adapter_is_listed_and_unloaded_again(fleet: FakeFleet) -> 
 
 
 @pytest.mark.anyio
+async def test_a_canary_is_for_a_name_that_is_there(fleet: FakeFleet) -> None:
+    body = {"lora_name": "sql", "lora_path": "s3://bucket/adapters/v2", "canary_weight": 0.25}
+    assert (await post(fleet, LOAD, body)).status_code == 404
+    fleet.catalog.add("sql")
+    assert (await post(fleet, LOAD, body)).status_code == 200
+    canary = fleet.catalog.records["sql"].canary
+    assert canary is not None
+    assert (canary.record.ref.uri, canary.weight) == ("s3://bucket/adapters/v2", 0.25)
+    assert (await post(fleet, LOAD, {**body, "canary_weight": 0})).status_code == 200
+    assert fleet.catalog.records["sql"].canary is None
+    for weight in (-0.1, 1, "0.5"):
+        refused = await post(fleet, LOAD, {**body, "canary_weight": weight})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "canary_weight")
+
+
+@pytest.mark.anyio
 async def test_name_in_use_needs_load_inplace(fleet: FakeFleet) -> None:
     fleet.catalog.add("sql")
     body = {"lora_name": "sql", "lora_path": "s3://bucket/adapters/v2"}

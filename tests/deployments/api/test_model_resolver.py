@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from deployments.api.model_resolver import ModelResolver
 from engine.errors import Unavailable
 from tests.deployments.api.fake_fleet import BASE, FakeFleet
 
@@ -101,3 +103,18 @@ async def test_catalog_that_cannot_tell_is_a_503_and_not_a_404(fleet: FakeFleet)
     async with fleet.client() as client:
         answer = await client.post("/v1/completions", json={"prompt": "hi", "model": "sql"})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+
+
+async def test_a_canary_answers_its_part_and_is_named_in_what_it_answers(fleet: FakeFleet) -> None:
+    fleet.catalog.add("sql")
+    await fleet.catalog.load_canary("sql", "v2", 0.25)
+    draws = iter(number / 100 for number in range(100))
+    resolver = ModelResolver((BASE,), fleet.catalog, lambda: next(draws))
+    answered = Counter([(await resolver.resolve("sql")).name for _ in range(100)])
+    assert answered == {"sql": 75, "sql@canary": 25}
+    assert (await resolver.find("sql")).name == "sql"
+    assert (await resolver.resolve(BASE)).name == BASE
+    async with fleet.client() as client:
+        assert (await client.get("/v1/models/sql")).json()["canary_weight"] == 0.25
+        answer = await client.post("/v1/completions", json={"prompt": "hi", "model": "sql@canary"})
+    assert answer.status_code == 400
