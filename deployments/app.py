@@ -23,8 +23,13 @@ MANY = 4096  # concurrent requests of a deployment that only waits for others
 
 
 def build(args: AppArgs) -> Application:
+    return application(args, ENGINE_CLIENT)
+
+
+def application(args: AppArgs, engine_client: str) -> Application:
+    """`engine_client`: module:Class; benchmarks of the way to the engine bring a fake."""
     catalog = _catalog(args)
-    engines = engine_application(args, catalog)
+    engines = engine_application(args, catalog, engine_client)
     return (
         serve.deployment(IngressDeployment)
         .options(
@@ -39,7 +44,7 @@ def build(args: AppArgs) -> Application:
     )
 
 
-def engine_application(args: AppArgs, catalog: Any, engine_client: str = ENGINE_CLIENT) -> Application:
+def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Application:
     engine = args.engine_config()
     settings = ReplicaSettings(
         args.stream_interval_s, args.metrics_max_adapters, engine_client, args.metrics_port

@@ -72,7 +72,8 @@ class ServeProcess:
     def pids(self, holding: str = "") -> list[int]:
         """Of the processes below the server's that live and whose command lines hold that."""
         children = _children()
-        found, queue = [], [self.process.pid]
+        found: list[int] = []
+        queue = [self.process.pid]
         while queue:
             below = children.get(queue.pop(), [])
             queue.extend(below)
