@@ -19,7 +19,8 @@ from engine.adapters.source import describe, open_source, read_chat_template
 from engine.errors import Unavailable
 from engine.request import AdapterRef
 from engine.wire import encode_ref
-from router.catalog import Catalog, Snapshot
+from router.catalog import Catalog
+from router.catalog_entry import Snapshot
 from router.catalog_state import CatalogState
 from router.catalog_store import open_store
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from deployments.service import AdapterRecord, CanaryRecord
 from engine.request import AdapterRef
-from router.catalog import Entry, Snapshot, refuse_while_loading
+from router.catalog_entry import Entry, Snapshot, refuse_while_loading
 from router.catalog_upkeep import Status
 
 logger = logging.getLogger(__name__)

@@ -13,27 +13,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
 
 from engine.adapters.source import AdapterListing, AdapterSource
 from engine.errors import Conflict, InvalidRequest, LorafleetError, ModelNotFound, Unavailable
 from engine.request import AdapterRef
+from router.catalog_entry import Canary, Entry, Snapshot, canary_name, is_loading, refuse_while_loading
 from router.catalog_lookup import SourceLookup
 from router.catalog_state import CatalogState
 from router.catalog_upkeep import Status, Upkeep, retry_delay_s
+from router.catalog_views import Views
 
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 5.0
 UPKEEP_S = 0.5
 MAX_UPKEEPS = 8  # adapters looked at together
-POLL_S = 5.0
-SEEN_TIMEOUT_S = 2.0  # a view that does not answer for so long is waited for no more
 
 
 class Describe(Protocol):
@@ -47,35 +46,6 @@ class Fleet(Protocol):
         """On all of them. Raises LorafleetError."""
 
     async def unload_adapter(self, name: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Canary:
-    ref: AdapterRef
-    weight: float  # part of the requests that it answers
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    ref: AdapterRef
-    status: Status
-    canary: Canary | None = None
-
-    def refs(self) -> tuple[AdapterRef, ...]:
-        return (self.ref, self.canary.ref) if self.canary else (self.ref,)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    epoch: str  # versions of two catalogs do not compare
-    version: int
-    entries: tuple[Entry, ...]  # by name
-
-
-@dataclass(slots=True)
-class _View:
-    version: int
-    heard: float
 
 
 class Catalog:
@@ -107,11 +77,8 @@ class Catalog:
         self._templates: dict[AdapterRef, str | None] = {}
         self._listed_at = -float("inf")
         self._refresh_failures = 0
-        self._epoch = uuid.uuid4().hex
-        self._version = 0
         self._entries = self._merged()
-        self._changed = asyncio.Condition()
-        self._views: dict[str, _View] = {}
+        self._views = Views()
 
     async def run(self) -> None:
         """Follow source and state, keep what is named on the replicas; until cancelled."""
@@ -164,7 +131,7 @@ class Catalog:
         if name.startswith("_"):
             raise InvalidRequest("an adapter's name does not begin with an underscore", param="lora_name")
         if name in self._loading:
-            raise _is_loading(name)
+            raise is_loading(name)
         if name in self._entries and not may_replace:
             raise Conflict(f"there is an adapter {name!r} already", param="lora_name")
         self._loading[name] = uri
@@ -178,7 +145,7 @@ class Catalog:
         finally:
             del self._loading[name]
             await self._publish()
-        await self._until_seen()
+        await self._views.until_seen()
 
     async def load_canary(self, name: str, uri: str, weight: float) -> None:
         """Another version of a name that is there, for a part of its requests; none at a weight of 0.
@@ -194,7 +161,7 @@ class Catalog:
         self._upkeep.want(self._named())
         self._upkeep.succeeded(canary_name(name), uri, version, time.monotonic())
         await self._publish()
-        await self._until_seen()
+        await self._views.until_seen()
 
     async def remove(self, name: str) -> None:
         """Desired no more, even if the source has it, until it is loaded again. Raises ModelNotFound."""
@@ -204,7 +171,7 @@ class Catalog:
         is_elsewhere = name in self._static or name in self._discovered
         await self._state.change(lambda desired: desired.without(name, hide=is_elsewhere))
         await self._publish()
-        await self._until_seen()
+        await self._views.until_seen()
         try:
             for gone in unloaded:
                 await self._fleet.unload_adapter(gone)
@@ -226,19 +193,10 @@ class Catalog:
         return list({**refs, **kept}.values())
 
     async def wait(self, view: str, epoch: str, version: int) -> Snapshot:
-        """The next state after the one that the view names as seen, or the same one after `POLL_S`."""
-        seen = version if epoch == self._epoch else -1
-        self._views[view] = _View(seen, time.monotonic())
-        async with self._changed:
-            self._changed.notify_all()  # somebody may wait for this view
-            try:
-                async with asyncio.timeout(POLL_S):
-                    await self._changed.wait_for(lambda: self._version > seen)
-            except TimeoutError:
-                pass
-        return Snapshot(
-            self._epoch, self._version, tuple(self._entries[name] for name in sorted(self._entries))
-        )
+        """The next state after the one that the view names as seen, or the same one after a while."""
+        await self._views.wait(view, epoch, version)
+        entries = tuple(self._entries[name] for name in sorted(self._entries))
+        return Snapshot(self._views.epoch, self._views.version, entries)
 
     async def _refresh_forever(self) -> None:
         while True:
@@ -285,11 +243,9 @@ class Catalog:
         if entries == self._entries:
             return
         self._entries = entries
-        self._version += 1
         desired = {ref for entry in entries.values() for ref in entry.refs()}
         self._templates = {ref: text for ref, text in self._templates.items() if ref in desired}
-        async with self._changed:
-            self._changed.notify_all()
+        await self._views.advance()
 
     def _named(self) -> dict[str, str]:
         """Name -> URI of those that somebody named, canaries last."""
@@ -322,26 +278,6 @@ class Catalog:
                 entries[name] = replace(entries[name], canary=Canary(entry.ref, canary.weight))
         return entries
 
-    async def _until_seen(self) -> None:
-        version = self._version
-        async with self._changed:
-            try:
-                async with asyncio.timeout(SEEN_TIMEOUT_S):
-                    await self._changed.wait_for(lambda: self._oldest_seen() >= version)
-            except TimeoutError:
-                logger.warning("a view of the catalog does not answer")
-
-    def _oldest_seen(self) -> int:
-        dead_before = time.monotonic() - POLL_S - SEEN_TIMEOUT_S
-        self._views = {name: view for name, view in self._views.items() if view.heard > dead_before}
-        return min((view.version for view in self._views.values()), default=self._version)
-
-
-def refuse_while_loading(entry: Entry) -> None:
-    """Neither unknown nor the base model's answer. Raises Unavailable."""
-    if entry.status.state == "loading":
-        raise _is_loading(entry.ref.name)
-
 
 async def _error_of(part: Awaitable[None]) -> Exception | None:
     """ValueError: the state's file or object holds something else."""
@@ -350,15 +286,6 @@ async def _error_of(part: Awaitable[None]) -> Exception | None:
     except (LorafleetError, ValueError) as error:
         return error
     return None
-
-
-def canary_name(name: str) -> str:
-    """No client can ask for it: the grammar of names has no such sign. Metrics and answers show it."""
-    return f"{name}@canary"
-
-
-def _is_loading(name: str) -> Unavailable:
-    return Unavailable(f"the adapter {name!r} is being loaded", retry_after_s=1.0)
 
 
 def _ref(name: str, listing: AdapterListing) -> AdapterRef:

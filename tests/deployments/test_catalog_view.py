@@ -13,7 +13,8 @@ from deployments.catalog_view import CatalogView
 from deployments.service import AdapterRecord
 from engine.errors import Conflict, ModelNotFound, Unavailable
 from engine.request import AdapterRef
-from router.catalog import Catalog, Snapshot
+from router.catalog import Catalog
+from router.catalog_entry import Snapshot
 from tests.router.test_catalog import FakeFleet, FakeSource, build
 
 

@@ -21,9 +21,9 @@ from engine.errors import (
     Unavailable,
 )
 from engine.request import AdapterRef
-from router import catalog as catalog_module
-from router import catalog_lookup, catalog_upkeep
-from router.catalog import Canary, Catalog, Snapshot
+from router import catalog_lookup, catalog_upkeep, catalog_views
+from router.catalog import Catalog
+from router.catalog_entry import Canary, Snapshot
 from router.catalog_state import CatalogState
 from router.catalog_store import FileStore
 from router.catalog_upkeep import Status, Upkeep
@@ -529,7 +529,7 @@ def test_a_change_wakes_the_views_and_a_load_returns_when_they_have_seen_it() ->
 
 def test_a_dead_view_delays_a_load_by_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(catalog_module, "SEEN_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(catalog_views, "SEEN_TIMEOUT_S", 0.1)
         catalog = build(FakeSource(a="1"))
         await catalog.wait("dead", "", 0)
         await catalog.load("x", "src/a", False)
@@ -549,7 +549,7 @@ def test_a_view_of_another_catalog_gets_the_whole_state() -> None:
 
 def test_a_quiet_catalog_answers_a_view_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(catalog_module, "POLL_S", 0.01)
+        monkeypatch.setattr(catalog_views, "POLL_S", 0.01)
         catalog = build(FakeSource())
         first = await catalog.wait("v", "", 0)
         assert await catalog.wait("v", first.epoch, first.version) == first
