@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 
-from engine.core import TokenEvent
 from engine.detokenizer import IncrementalDetokenizer
+from engine.events import TokenEvent
 from engine.output_processor import OutputProcessor
 from engine.request import GenerateRequest, OutputDelta
 from engine.sampling_params import derive_seed

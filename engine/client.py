@@ -16,9 +16,10 @@ from typing import Any
 
 from engine.choices import Choice, split_choices
 from engine.config import EngineConfig
-from engine.core import CallEvent, TokenEvent
 from engine.errors import EngineDead, LorafleetError
+from engine.events import CallEvent, TokenEvent
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
+from engine.snapshot import apply_news
 from engine.tokenizer import Tokenizer
 from engine.wire import HEADER, decode_event, encode_frame, encode_ref, encode_request
 
@@ -205,7 +206,7 @@ class EngineClient:
                 self._kill(f"a step takes longer than {self._config.step_timeout_s:g} s")
             return
         if "stats" in message:
-            self._stats = message["stats"]
+            self._stats = apply_news(self._stats, message["stats"])
             return
         for item in message["events"]:
             event = decode_event(item)

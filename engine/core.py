@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.adapters.layout import too_many_pages
 from engine.adapters.manager import AdapterManager, Loaded
@@ -26,11 +26,12 @@ from engine.errors import (
     RequestTooLarge,
     Unavailable,
 )
+from engine.events import CallEvent, Event, TokenEvent
 from engine.eviction import EvictionOrder, ReloadCosts
 from engine.live_request import LiveRequest
 from engine.memory import Eviction, PoolMemory
 from engine.plan import StepPlan
-from engine.request import AdapterRef, FinishReason, GenerateRequest, TokenLogprob
+from engine.request import AdapterRef, GenerateRequest, TokenLogprob
 from engine.runner.base import Runner
 from engine.sampling_params import check_token_ids, check_vocabulary
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -41,31 +42,6 @@ from engine.step_cost import StepCost, StepWork
 
 if TYPE_CHECKING:
     from engine.adapters.loader import LoadResult
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One token of one request, or its end, or both."""
-
-    request_id: str
-    token_id: int | None = None
-    logprob: TokenLogprob | None = None
-    finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the one of `stop_token_ids` that ended it; EOS is not told
-    error: LorafleetError | None = None
-    num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CallEvent:
-    """The answer to `load_adapter` (the load report), `unload_adapter`, `pin_adapter` or `unpin_adapter`."""
-
-    call_id: str
-    result: dict[str, Any] | None = None
-    error: LorafleetError | None = None
-
-
-Event = TokenEvent | CallEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +194,7 @@ class EngineCore:
             self._events.append(CallEvent(call_id, error=error))
         else:
             self._pinned.add(name)
+            self.stats.touched |= self.manager.names_of(digest)
             self._events.append(CallEvent(call_id, result={}))
 
     def unpin_adapter(self, call_id: str, name: str) -> None:
@@ -227,6 +204,7 @@ class EngineCore:
         digest = names.get(name)
         if digest and not any(names.get(other) == digest for other in self._pinned):
             self.memory.residency.unpin(digest)
+            self.stats.touched |= self.manager.names_of(digest)
         self._events.append(CallEvent(call_id, result={}))
 
     def take_events(self) -> list[Event]:
@@ -367,6 +345,8 @@ class EngineCore:
     def _apply(self, plan: StepPlan) -> None:
         if plan.evictions:
             self._count_evictions(plan.evictions)
+        for load in plan.loads:
+            self.stats.touched |= self.manager.names_of(load.digest)
         for digest in plan.missing:
             self.manager.want_again(digest)
         self.stats.preemptions += len(plan.preempted)
@@ -378,11 +358,12 @@ class EngineCore:
                 stats.cached_tokens += seq.num_cached or 0
 
     def _count_evictions(self, evictions: tuple[Eviction, ...]) -> None:
-        names = {digest: name for name, digest in self.manager.names.items()}
         for eviction in evictions:
             self.stats.hbm_evictions[eviction.cause.value] += 1
-            if eviction.digest in names:
-                self.stats.adapter(names[eviction.digest]).evictions[eviction.cause.value] += 1
+            names = self.manager.names_of(eviction.digest)
+            self.stats.touched |= names
+            if names:
+                self.stats.adapter(min(names)).evictions[eviction.cause.value] += 1
 
     def _on_token(self, seq: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         request_id = seq.request_id
@@ -450,7 +431,7 @@ class EngineCore:
 
     def _on_load_error(self, loaded: Loaded, error: LorafleetError) -> None:
         if loaded.ref.name in self.stats.adapters:
-            self.stats.adapters[loaded.ref.name].load_failures += 1
+            self.stats.adapter(loaded.ref.name).load_failures += 1
         for waiter in loaded.waiters:
             if waiter in self._calls:
                 self._calls.remove(waiter)
@@ -493,5 +474,5 @@ class EngineCore:
         """Host bytes of a content that no name means go when its last request has ended."""
         if self._num_live[digest] == 0:
             del self._num_live[digest]
-            if digest not in self.manager.names.values():
+            if not self.manager.names_of(digest):
                 self.manager.drop(digest)

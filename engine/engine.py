@@ -11,8 +11,8 @@ from engine.adapters.source import describe
 from engine.building import build_core
 from engine.choices import Choice, split_choices
 from engine.config import EngineConfig
-from engine.core import CallEvent, Event, TokenEvent
 from engine.errors import InvalidRequest, ModelNotFound
+from engine.events import CallEvent, Event, TokenEvent
 from engine.loop import EngineLoop, Inbox
 from engine.request import AdapterRef, GenerateRequest, OutputDelta, RequestOutput
 from engine.sampling_params import SamplingParams

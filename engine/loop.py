@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 
-from engine.core import EngineCore, Event
+from engine.core import EngineCore
+from engine.events import Event
 
 Call = Callable[[], None]
 Inbox = queue.SimpleQueue[Call]

@@ -21,11 +21,12 @@ from typing import Any
 
 from engine.building import build_core
 from engine.config import EngineConfig
-from engine.core import EngineCore, TokenEvent
+from engine.core import EngineCore
 from engine.errors import InvalidRequest, LorafleetError
+from engine.events import TokenEvent
 from engine.loop import EngineLoop, Inbox
 from engine.request import GenerateRequest
-from engine.snapshot import snapshot
+from engine.snapshot import SnapshotFeed
 from engine.wire import decode_ref, decode_request, encode_event, encode_frame, read_frame
 
 STATS_PERIOD_S = 0.1
@@ -75,6 +76,7 @@ class EngineProcess:
     def _loop(self, loop: EngineLoop) -> None:
         stats_sent = 0.0
         is_stale = True
+        feed = SnapshotFeed(loop.core)
         while not self._stopping:
             self._turned_at = time.monotonic()
             events = loop.turn(IDLE_WAIT_S)
@@ -83,7 +85,7 @@ class EngineProcess:
             is_stale = is_stale or loop.has_worked
             now = time.monotonic()
             if is_stale and (loop.core.is_idle or now - stats_sent >= STATS_PERIOD_S):
-                self._send({"stats": snapshot(loop.core)})
+                self._send({"stats": feed.news()})
                 stats_sent, is_stale = now, False
 
     def _read(self, core: EngineCore) -> None:

@@ -1,4 +1,8 @@
-"""An engine's statistics and residency as one JSON value; its shape is told in `deployments.metrics`."""
+"""An engine's statistics and residency as one JSON value; its shape is told in `deployments.metrics`.
+
+Whoever follows an engine gets a whole one first and then news: of adapters, only those that changed. With
+thousands of them a whole one takes the step loop's time for many steps.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,50 @@ from engine.page_pool import PageKind
 from engine.stats import BASE, AdapterStats
 
 
+class SnapshotFeed:
+    """For one follower; the core must have no other feed."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._requests: dict[str, tuple[int, int]] = {}  # as told: running and waiting, by adapter
+        self._loading: set[str] = set()  # as told: names that have nothing but a load in flight
+
+    def news(self) -> dict[str, Any]:
+        """A snapshot whose "adapters" are those that changed; "gone" are those that are no more."""
+        core = self._core
+        requests = _requests(core)
+        names = core.manager.names
+        loading = core.manager.loading_names - names.keys()
+        changed = core.stats.touched | core.manager.touched | (loading ^ self._loading)
+        changed |= {name for name, _ in requests.items() ^ self._requests.items()}
+        core.stats.touched, core.manager.touched = set(), set()
+        self._requests, self._loading = requests, loading
+        told = {name for name in changed if name in names or name in loading or name == BASE}
+        return {
+            **_facts(core),
+            "adapters": {name: _adapter(core, name, requests) for name in told},
+            "gone": sorted(changed - told),
+        }
+
+
+def apply_news(stats: dict[str, Any], news: dict[str, Any]) -> dict[str, Any]:
+    """The snapshot that follows `stats`; {} before the first news."""
+    adapters = dict(stats.get("adapters", {}))
+    adapters.update(news["adapters"])
+    for name in news["gone"]:
+        adapters.pop(name, None)
+    whole = {key: value for key, value in news.items() if key != "gone"}
+    return {**whole, "adapters": adapters}
+
+
 def snapshot(core: EngineCore) -> dict[str, Any]:
+    requests = _requests(core)
+    names = {BASE, *core.manager.names, *core.manager.loading_names}
+    return {**_facts(core), "adapters": {name: _adapter(core, name, requests) for name in names}}
+
+
+def _facts(core: EngineCore) -> dict[str, Any]:
+    """All but the adapters."""
     pool = core.memory.pool
     return {
         "running": len(core.scheduler.running),
@@ -44,7 +91,6 @@ def snapshot(core: EngineCore) -> dict[str, Any]:
         "load_seconds": core.stats.load_seconds.to_dict(),
         "step_seconds": core.stats.step_seconds.to_dict(),
         "step_adapters": core.stats.step_adapters.to_dict(),
-        "adapters": _adapters(core),
     }
 
 
@@ -66,31 +112,39 @@ def _running_ranks(core: EngineCore) -> int:
     return sum(core.stats.adapters[name].rank for name in names if name in core.stats.adapters)
 
 
-def _adapters(core: EngineCore) -> dict[str, Any]:
+def _requests(core: EngineCore) -> dict[str, tuple[int, int]]:
+    """Running and waiting requests of each adapter that has any."""
     is_running = {s.request_id for s in core.scheduler.running}
     running: Counter[str] = Counter()
     waiting: Counter[str] = Counter()
     for request_id, record in core.requests.items():
         counts = running if request_id in is_running else waiting
         counts[record.name or BASE] += 1
-    # an adapter read for the first time has no statistics yet
-    adapters: dict[str, dict[str, Any]] = {name: {"tier": "loading"} for name in core.manager.loading_names}
-    for name, digest in core.manager.names.items():
-        resident = core.memory.residency.get(digest)
-        adapters[name] = {
-            "digest": digest,
-            "tier": "hbm" if resident else "host" if digest in core.manager else "source",
-            "pages": len(resident.page_ids) if resident else 0,
-            "host_bytes": core.manager.image(digest).nbytes if digest in core.manager else 0,
-            "pinned": bool(resident and resident.pinned),
-        }
-    adapters[BASE] = {}
+    return {name: (running[name], waiting[name]) for name in running | waiting}
+
+
+def _adapter(core: EngineCore, name: str, requests: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    running, waiting = requests.get(name, (0, 0))
     return {
-        name: {
-            **facts,
-            "running": running[name],
-            "waiting": waiting[name],
-            **core.stats.adapters.get(name, AdapterStats()).to_dict(),
-        }
-        for name, facts in adapters.items()
+        **_residency(core, name),
+        "running": running,
+        "waiting": waiting,
+        **core.stats.adapters.get(name, AdapterStats()).to_dict(),
+    }
+
+
+def _residency(core: EngineCore, name: str) -> dict[str, Any]:
+    if name == BASE:
+        return {}
+    digest = core.manager.digest_of(name)
+    if digest is None:  # read for the first time
+        return {"tier": "loading"}
+    resident = core.memory.residency.get(digest)
+    is_in_host = digest in core.manager
+    return {
+        "digest": digest,
+        "tier": "hbm" if resident else "host" if is_in_host else "source",
+        "pages": len(resident.page_ids) if resident else 0,
+        "host_bytes": core.manager.image(digest).nbytes if is_in_host else 0,
+        "pinned": bool(resident and resident.pinned),
     }

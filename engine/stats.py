@@ -91,6 +91,13 @@ class EngineStats:
     hbm_evictions: Counter[str] = field(default_factory=Counter)  # by cause
     preemptions: int = 0
     steps: int = 0
+    touched: set[str] = field(default_factory=lambda: {BASE})  # adapters that changed since they were told
 
     def adapter(self, name: str | None) -> AdapterStats:
-        return self.adapters.setdefault(name or BASE, AdapterStats())
+        """To be changed."""
+        name = name or BASE
+        self.touched.add(name)
+        stats = self.adapters.get(name)
+        if stats is None:
+            stats = self.adapters[name] = AdapterStats()
+        return stats

@@ -13,8 +13,8 @@ import struct
 from dataclasses import asdict
 from typing import Any
 
-from engine.core import CallEvent, Event, TokenEvent
 from engine.errors import LorafleetError
+from engine.events import CallEvent, Event, TokenEvent
 from engine.request import AdapterRef, GenerateRequest, TokenLogprob
 from engine.sampling_params import SamplingParams
 

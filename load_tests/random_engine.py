@@ -14,8 +14,9 @@ from engine.adapters.layout import make_layout
 from engine.adapters.loader import LoadResult
 from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
-from engine.core import EngineCore, Geometry, TokenEvent
+from engine.core import EngineCore, Geometry
 from engine.errors import AdapterRefused
+from engine.events import TokenEvent
 from engine.loop import EngineLoop
 from engine.model.loading import LlamaWeights, allocate_weights
 from engine.model.spec import ModelSpec, RopeSpec

@@ -54,7 +54,7 @@ def kv_bytes(sharded: ShardedShape) -> int:
 def collective_s(num_ranks: int, num_bytes: float, link: float) -> float:
     if num_ranks == 1:
         return 0.0
-    latency = LATENCY_S * 1.5 ** (math.log2(num_ranks) - 1)
+    latency = LATENCY_S * math.pow(1.5, math.log2(num_ranks) - 1)
     return latency + 2 * (num_ranks - 1) / num_ranks * num_bytes / link
 
 

@@ -71,6 +71,8 @@ class AdapterManager:
         self._digests: dict[Version, str] = {}  # of versions read before
         self._refs: dict[str, AdapterRef] = {}  # digest -> where to read it again, while it is in use
         self._names: dict[str, str] = {}  # name -> digest of its newest version
+        self._names_of: dict[str, set[str]] = {}  # the other way round
+        self.touched: set[str] = set()  # names whose digest or image changed since they were told
         self._in_flight: dict[Version, AdapterRef] = {}  # loads submitted or queued
         self._waiters: dict[Version, list[str]] = {}  # of these
         self._queue: deque[AdapterRef] = deque()  # not submitted yet
@@ -91,6 +93,13 @@ class AdapterManager:
     @property
     def names(self) -> dict[str, str]:
         return dict(self._names)
+
+    def digest_of(self, name: str) -> str | None:
+        """Of its newest version that was read."""
+        return self._names.get(name)
+
+    def names_of(self, digest: str) -> Set[str]:
+        return self._names_of.get(digest, frozenset())
 
     @property
     def loading_names(self) -> set[str]:
@@ -142,6 +151,7 @@ class AdapterManager:
             if image.digest not in self._images:
                 self._images[image.digest] = image
                 self._parked.append(image.digest)
+                self.touched |= self.names_of(image.digest)
         self.settle(needed)
         return Loaded(ref, waiters, image, error, result.seconds, is_new)
 
@@ -152,10 +162,10 @@ class AdapterManager:
             if evicted is None:
                 if digest in needed:
                     continue
-                del self._images[digest]  # nobody waits for it and there is no room
+                self._forget_image(digest)  # nobody waits for it and there is no room
             else:
                 for other in evicted:
-                    del self._images[other]
+                    self._forget_image(other)
                 self.num_evicted += len(evicted)
             self._parked.remove(digest)
         self._start_loads()
@@ -163,17 +173,26 @@ class AdapterManager:
     def rename(self, name: str, digest: str) -> str | None:
         """`name` now means this content. Returns the digest that no name means any more, if there is one."""
         old = self._names.get(name)
+        if old == digest:
+            return None
+        if old is not None:
+            self._leave(name, old)
         self._names[name] = digest
-        return self._orphan(old) if old != digest else None
+        self._names_of.setdefault(digest, set()).add(name)
+        self.touched.add(name)
+        return self._orphan(old)
 
     def unload(self, name: str) -> str | None:
         """Forget a name. Returns as `rename`; KeyError if it is unknown."""
-        return self._orphan(self._names.pop(name))
+        digest = self._names.pop(name)
+        self._leave(name, digest)
+        self.touched.add(name)
+        return self._orphan(digest)
 
     def drop(self, digest: str) -> None:
         """No request uses this content: free its image and, unless a name means it, forget it."""
         self._free(digest)
-        if digest not in self._names.values():
+        if digest not in self._names_of:
             self._refs.pop(digest, None)
             self._forget_versions(digest)
 
@@ -192,22 +211,35 @@ class AdapterManager:
     def check_invariants(self) -> None:
         self.cache.check_invariants()
         assert set(self._digests.values()) <= set(self._refs)
+        pairs = {(name, digest) for digest, names in self._names_of.items() for name in names}
+        assert pairs == set(self._names.items())
         assert set(self._images) == set(self.cache.digests) | set(self._parked)
         assert self._num_loading + len(self._queue) == len(self._waiters)
 
     def _orphan(self, digest: str | None) -> str | None:
-        if digest is None or digest in self._names.values():
+        if digest is None or digest in self._names_of:
             return None
         self._forget_versions(digest)
         return digest
 
     def _free(self, digest: str) -> None:
-        if self._images.pop(digest, None) is None:
+        if digest not in self._images:
             return
+        self._forget_image(digest)
         if digest in self._parked:
             self._parked.remove(digest)
         else:
             self.cache.remove(digest)
+
+    def _forget_image(self, digest: str) -> None:
+        del self._images[digest]
+        self.touched |= self.names_of(digest)
+
+    def _leave(self, name: str, digest: str) -> None:
+        names = self._names_of[digest]
+        names.remove(name)
+        if not names:
+            del self._names_of[digest]
 
     def _remember(self, version: Version, digest: str) -> None:
         """A file that is written again with the same bytes is a new version each time: keep the last one."""

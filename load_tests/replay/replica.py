@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
-from engine.core import EngineCore, Geometry, TokenEvent
+from engine.core import EngineCore, Geometry
 from engine.errors import AdapterRefused
+from engine.events import TokenEvent
 from engine.memory import EvictionCause
 from engine.plan import StepPlan
 from engine.request import AdapterRef, GenerateRequest

@@ -12,8 +12,9 @@ from engine.adapters.image import AdapterImage
 from engine.adapters.loader import LoadResult
 from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
-from engine.core import EngineCore, Geometry, TokenEvent
+from engine.core import EngineCore, Geometry
 from engine.errors import AdapterRefused, LorafleetError
+from engine.events import TokenEvent
 from engine.page_pool import PageKind
 from engine.plan import StepPlan
 from engine.request import AdapterRef, GenerateRequest

@@ -23,8 +23,9 @@ from pathlib import Path
 from engine import Engine, EngineConfig, SamplingParams
 from engine.adapters.source import describe
 from engine.building import build_core
-from engine.core import CallEvent, EngineCore, TokenEvent
+from engine.core import EngineCore
 from engine.errors import AdapterRefused, LorafleetError, ModelNotFound, Overloaded, Unavailable
+from engine.events import CallEvent, TokenEvent
 from engine.loop import EngineLoop, Inbox
 from engine.page_pool import PageKind
 from engine.request import AdapterRef, GenerateRequest, TokenLogprob

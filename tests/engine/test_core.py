@@ -16,6 +16,7 @@ from engine.errors import (
     Unavailable,
 )
 from engine.request import AdapterRef
+from engine.snapshot import SnapshotFeed, apply_news, snapshot
 from tests.engine.fakes import PAGE_BYTES, Harness, image
 
 A = AdapterRef("a", "dir/a", "1")
@@ -349,6 +350,7 @@ def test_soak(seed: int) -> None:
         max_parallel_loads=2,
         max_in_flight=rng.choice([1, 2]),
     )
+    feed, followed = SnapshotFeed(harness.core), dict[str, Any]()
     versions = {f"n{i}": 1 for i in range(6)}
     numbers: dict[AdapterRef, int] = {}
     expected: dict[str, int] = {}
@@ -370,6 +372,13 @@ def test_soak(seed: int) -> None:
         elif roll < 0.6 and harness.loader.submitted:
             _end_a_load(harness, rng, numbers)
         harness.step()
+        if rng.random() < 0.5:
+            followed = apply_news(followed, feed.news())
+            whole = snapshot(harness.core)
+            assert followed["adapters"].keys() == whole["adapters"].keys()
+            for name, entry in whole["adapters"].items():
+                assert followed["adapters"][name] == entry, name
+            assert followed == whole
     while harness.core.requests:
         if harness.loader.submitted:
             _end_a_load(harness, rng, numbers)
@@ -385,3 +394,20 @@ def _end_a_load(harness: Harness, rng: random.Random, numbers: dict[AdapterRef, 
     result = image(numbers[ref], num_pages=1 + numbers[ref] % 3)
     failure: LorafleetError = Unavailable("storm", retry_after_s=1.0)
     harness.loaded(ref, failure if rng.random() < 0.2 else result)
+
+
+def test_news_tell_of_changes_only() -> None:
+    harness = Harness()
+    feed = SnapshotFeed(harness.core)
+    for ref, number in ((A, 1), (B, 2)):
+        harness.add(ref.name, ref)
+        harness.loaded(ref, image(number))
+    harness.run()
+    assert feed.news()["adapters"].keys() == {"_base", "a", "b"}
+    harness.add("again", A)
+    harness.run()
+    assert feed.news()["adapters"].keys() == {"a"}
+    harness.core.unload_adapter("call", "b")
+    news = feed.news()
+    assert (news["adapters"], news["gone"]) == ({}, ["b"])
+    assert feed.news()["adapters"] == {}
