@@ -46,6 +46,11 @@ class EngineReplica:
         self._watching: asyncio.Task[None]
         self._metrics: MetricsServer | None = None
 
+    @property
+    def metrics_port(self) -> int | None:
+        """Of its own page, if it has one."""
+        return self._metrics.port if self._metrics else None
+
     async def start(self) -> None:
         await self._client.start()
         self._watching = asyncio.create_task(self._exit_with_the_engine())

@@ -26,6 +26,7 @@ class MetricsServer:
         self._stats = stats
         self._loop = asyncio.get_running_loop()
         self._stop: Callable[[], None] | None = None
+        self.port: int | None = None
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:

@@ -280,8 +280,8 @@ ROUTER = Board(
         panel(
             "Adapters on one replica, and on several",
             "stack",
-            ('count(count by (adapter) (lorafleet_adapter_loaded{tier="hbm"}) == 1)', "one"),
-            ('count(count by (adapter) (lorafleet_adapter_loaded{tier="hbm"}) > 1)', "several"),
+            ('count(count by (adapter) (lorafleet_adapter_loaded{tier="hbm"}) == 1) or vector(0)', "one"),
+            ('count(count by (adapter) (lorafleet_adapter_loaded{tier="hbm"}) > 1) or vector(0)', "several"),
         ),
     ),
 )
