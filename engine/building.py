@@ -64,23 +64,28 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     return _core(config, inbox, built, group)
 
 
+@dataclass(frozen=True, slots=True)
+class _RankPlan:
+    """What is settled before a rank's runner is built."""
+
+    config: EngineConfig
+    spec: ModelSpec  # of the whole model
+    dtype: torch.dtype
+    pages: PagePlan
+    shard: Shard
+    comm: Comm
+    watch: Stopwatch
+
+
 def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "") -> BuiltRank:
     """Of a group, all ranks must be built at the same time; `rendezvous`: a file that they meet at."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("this machine has no CUDA device", param="device")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    watch = Stopwatch()
-    with watch.part("read config"):
-        spec = load_model_spec(config.model)
-    dtype = _dtype(config)
-    pages = plan_pages(config, spec, dtype.itemsize, shard)
-    comm: Comm = ALONE
-    if shard.world > 1:
-        join(shard.rank, shard.world, rendezvous, config.device)
-        comm = Ranks([len(shard_shape(spec.shape, Shard(r, shard.world)).vocab) for r in range(shard.world)])
-    build_runner = _on_cpu if config.device == "cpu" else _on_gpu
-    runner, num_pages = build_runner(config, spec, dtype, pages, watch, shard, comm)
+    plan = _plan_rank(config, shard, rendezvous)
+    runner, num_pages = _on_cpu(plan) if config.device == "cpu" else _on_gpu(plan)
+    spec, pages = plan.spec, plan.pages
     geometry = Geometry(
         num_pages=num_pages,
         page_tokens=pages.tokens,
@@ -93,15 +98,28 @@ def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "")
     form = ImageFormat(
         spec.shape,
         shard_shape(spec.shape, shard).local.page_elems(pages.tokens),
-        dtype,
+        plan.dtype,
         config.max_rank,
         max_pool_pages=num_pages - 1,  # one at least is left for KV
         max_host_bytes=config.host_cache_bytes,
         pin_memory=config.device == "cuda",
         shard=shard,
     )
-    logger.info("engine ready in %s", watch)
+    logger.info("engine ready in %s", plan.watch)
     return BuiltRank(runner, geometry, form)
+
+
+def _plan_rank(config: EngineConfig, shard: Shard, rendezvous: str) -> _RankPlan:
+    watch = Stopwatch()
+    with watch.part("read config"):
+        spec = load_model_spec(config.model)
+    dtype = _dtype(config)
+    pages = plan_pages(config, spec, dtype.itemsize, shard)
+    comm: Comm = ALONE
+    if shard.world > 1:
+        join(shard.rank, shard.world, rendezvous, config.device)
+        comm = Ranks([len(shard_shape(spec.shape, Shard(r, shard.world)).vocab) for r in range(shard.world)])
+    return _RankPlan(config, spec, dtype, pages, shard, comm, watch)
 
 
 def _core(config: EngineConfig, inbox: Inbox, built: BuiltRank, group: Group | None) -> EngineCore:
@@ -128,69 +146,52 @@ def _dtype(config: EngineConfig) -> torch.dtype:
     return _DTYPES[config.dtype]
 
 
-def _on_cpu(
-    config: EngineConfig,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    pages: PagePlan,
-    watch: Stopwatch,
-    shard: Shard,
-    comm: Comm,
-) -> tuple[Runner, int]:
+def _on_cpu(plan: _RankPlan) -> tuple[Runner, int]:
     """The runner and its number of pages."""
+    pages = plan.pages
     assert pages.num_pages is not None
-    with watch.part("read weights"):
-        weights = load_weights(spec, dtype, shard=shard)
-    _log_memory(config, weights, pages, pages.num_pages)
+    with plan.watch.part("read weights"):
+        weights = load_weights(plan.spec, plan.dtype, shard=plan.shard)
+    _log_memory(plan, weights, pages.num_pages)
     runner = CpuRunner(
-        local_spec(spec, shard),
+        local_spec(plan.spec, plan.shard),
         weights,
         pages.num_pages,
         pages.tokens,
         pages.max_model_len,
-        poison=config.debug,
-        comm=comm,
+        poison=plan.config.debug,
+        comm=plan.comm,
     )
     return runner, pages.num_pages
 
 
-def _on_gpu(
-    config: EngineConfig,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    pages: PagePlan,
-    watch: Stopwatch,
-    shard: Shard,
-    comm: Comm,
-) -> tuple[Runner, int]:
+def _on_gpu(plan: _RankPlan) -> tuple[Runner, int]:
+    config, watch = plan.config, plan.watch
     with watch.part("start GPU"):
         # triton takes a second to import, and the CPU backend needs it not
         from engine.runner.cuda_building import GpuMemory, build_cuda_runner, out_of_memory_names
 
         memory = GpuMemory.now()
-    if pages.num_pages is None:
+    if plan.pages.num_pages is None:
         memory.check(config.gpu_memory_fraction)
     with watch.part("read weights"), out_of_memory_names("model"):
-        weights = load_weights(spec, dtype, config.device, shard)
-    runner, num_pages = build_cuda_runner(
-        config, local_spec(spec, shard), weights, pages, memory, watch, comm
-    )
-    _log_memory(config, weights, pages, num_pages, memory.taken)
+        weights = load_weights(plan.spec, plan.dtype, config.device, plan.shard)
+    spec = local_spec(plan.spec, plan.shard)
+    runner, num_pages = build_cuda_runner(config, spec, weights, plan.pages, memory, watch, plan.comm)
+    _log_memory(plan, weights, num_pages, memory.taken)
     return runner, num_pages
 
 
-def _log_memory(
-    config: EngineConfig, weights: LlamaWeights, pages: PagePlan, num_pages: int, taken: int | None = None
-) -> None:
+def _log_memory(plan: _RankPlan, weights: LlamaWeights, num_pages: int, taken: int | None = None) -> None:
     """`taken`: of the device's memory, by all."""
     base = weights.num_bytes
-    pool = num_pages * pages.bytes
+    pool = num_pages * plan.pages.bytes
     logger.info(
         "memory in bytes: base %d, pool %d (%d pages of %d tokens)%s, host cache at most %d",
         base,
         pool,
         num_pages,
-        pages.tokens,
+        plan.pages.tokens,
         "" if taken is None else f", workspaces {taken - base - pool}",
-        config.host_cache_bytes,
+        plan.config.host_cache_bytes,
     )
