@@ -19,6 +19,7 @@ ROUTER = "router.residency_router.ResidencyRouter"
 ENGINE = "engine"
 STATS_PERIOD_S = 0.2
 HEALTH_PERIOD_S = 2.0
+HEALTH_TIMEOUT_S = 10.0  # three in a row, and a replica that hangs is replaced
 MANY = 4096  # concurrent requests of a deployment that only waits for others
 
 
@@ -65,6 +66,7 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Appli
             max_queued_requests=engine.max_queued_requests,
             request_router_config=router,
             health_check_period_s=HEALTH_PERIOD_S,
+            health_check_timeout_s=HEALTH_TIMEOUT_S,
             graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
             graceful_shutdown_wait_loop_s=0.2,
             max_constructor_retry_count=3,
@@ -82,6 +84,7 @@ def _catalog(args: AppArgs) -> Application:
             name="catalog",
             max_ongoing_requests=MANY,
             health_check_period_s=HEALTH_PERIOD_S,
+            health_check_timeout_s=HEALTH_TIMEOUT_S,
             ray_actor_options={"num_cpus": 0.1},
             logging_config=LOGGING,
         )

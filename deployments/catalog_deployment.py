@@ -59,8 +59,13 @@ class CatalogDeployment:
         """One of the methods of `CatalogService`."""
         return await to_answer(getattr(self._catalog, method)(*args))
 
-    async def preloaded(self, pinned: tuple[str, ...]) -> list[dict[str, str]]:
-        return [encode_ref(ref) for ref in await self._catalog.preloaded(pinned)]
+    async def preloaded(self, pinned: tuple[str, ...]) -> dict[str, Any]:
+        """The references of `Catalog.preloaded`, as replicas load them."""
+
+        async def refs() -> list[dict[str, str]]:
+            return [encode_ref(ref) for ref in await self._catalog.preloaded(pinned)]
+
+        return await to_answer(refs())
 
     async def check_health(self) -> None:
         if self._following.done():

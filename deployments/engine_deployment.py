@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import RayServeException
 
-from deployments.engine_replica import EngineReplica, ReplicaSettings
+from deployments.engine_replica import WAITS_S, EngineReplica, ReplicaSettings
+from deployments.wire import from_answer
 from engine.config import EngineConfig
+from engine.errors import Unavailable
 
 
 class EngineDeployment(EngineReplica):
@@ -17,8 +22,20 @@ class EngineDeployment(EngineReplica):
         """`catalog`: its handle. What it wants on every replica is loaded before this one is ready."""
         super().__init__(engine, settings, serve.get_replica_context().replica_id.unique_id)
         await self.start()
-        await self.warm(await catalog.preloaded.remote(engine.pinned_adapters))
+        await self.warm(await _preloaded(catalog, engine.pinned_adapters))
 
     async def __del__(self) -> None:
         # Serve awaits this when the replica's streams have ended or its grace period is over
         await self.stop()
+
+
+async def _preloaded(catalog: Any, pinned: tuple[str, ...]) -> list[dict[str, str]]:
+    """Waits for a catalog that is on its way back, and while it cannot tell where pinned adapters are."""
+    for wait_s in WAITS_S:
+        try:
+            refs: list[dict[str, str]] = from_answer(await catalog.preloaded.remote(pinned))
+        except (RayActorError, RayServeException, Unavailable):
+            await asyncio.sleep(wait_s)
+        else:
+            return refs
+    raise Unavailable("the catalog cannot tell which adapters are wanted")

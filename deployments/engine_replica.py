@@ -18,12 +18,13 @@ from deployments.replica_books import ReplicaBooks, routing_stats
 from deployments.request_times import RequestTimes
 from deployments.wire import encode_deltas, encode_error, to_answer
 from engine.config import EngineConfig
-from engine.errors import EngineDead, LorafleetError
+from engine.errors import EngineDead, LorafleetError, Unavailable
 from engine.stats import BASE
 from engine.wire import decode_ref, decode_request
 
 logger = logging.getLogger(__name__)
 
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # for what a replica needs before it serves
 ENGINE_CLIENT = "engine.client:EngineClient"
 
 
@@ -64,12 +65,23 @@ class EngineReplica:
         await self._client.stop()
 
     async def warm(self, refs: list[dict[str, str]]) -> None:
-        """Load what fits. One bad adapter must not keep the replica from serving the others."""
+        """Load what fits; pinned adapters are waited for while their source does not answer.
+
+        One bad adapter must not keep the replica from serving the others.
+        """
         refs = refs[: self._config.max_adapters]
-        answers = await asyncio.gather(*(self.load_adapter(ref) for ref in refs))
+        answers = await asyncio.gather(*(self._warm_one(ref) for ref in refs))
         for ref, answer in zip(refs, answers, strict=True):
             if "error" in answer:
                 logger.warning("adapter %s is not preloaded: %s", ref["name"], answer["error"]["code"])
+
+    async def _warm_one(self, ref: dict[str, str]) -> dict[str, Any]:
+        for wait_s in WAITS_S if ref["name"] in self._config.pinned_adapters else ():
+            answer = await self.load_adapter(ref)
+            if answer.get("error", {}).get("class") != Unavailable.__name__:
+                return answer
+            await asyncio.sleep(wait_s)
+        return await self.load_adapter(ref)
 
     async def generate(self, request: dict[str, Any], route: str) -> AsyncGenerator[bytes, None]:
         """`route`: why the router chose this replica. Closing the stream aborts the request."""

@@ -180,15 +180,18 @@ class Catalog:
             logger.warning("no replica has heard that adapter %s was unloaded", name)
 
     async def preloaded(self, pinned: tuple[str, ...] = ()) -> list[AdapterRef]:
-        """What every replica loads before it serves: pinned adapters, then those that somebody named."""
+        """What every replica loads before it serves: pinned adapters, then those that somebody named.
+
+        Raises Unavailable or AccessDenied while nobody can tell where a pinned one is.
+        """
         refs = {}
         await asyncio.gather(*(self._learn_version(name, uri) for name, uri in self._kept().items()))
         await self._publish()
         for name in pinned:
             try:
                 refs[name] = await self.lookup(name)
-            except LorafleetError as error:
-                logger.warning("pinned adapter %s is not there: %s", name, error)
+            except ModelNotFound:
+                logger.warning("pinned adapter %s is not there", name)
         kept = {name: AdapterRef(name, uri, self._upkeep.version(name)) for name, uri in self._kept().items()}
         return list({**refs, **kept}.values())
 

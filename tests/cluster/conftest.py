@@ -14,21 +14,30 @@ from engine.errors import LorafleetError
 from engine.request import AdapterRef, GenerateRequest
 from engine.sampling_params import SamplingParams
 
+OBJECT_STORE_BYTES = 80_000_000
+HEAD = "head"  # a resource of the first node: what must not die with another one asks for a bit of it
 FAKE_ENGINE = "tests.cluster.fake_engine:FakeEngineClient"
 Spec = dict[str, Any]  # adapter, prompt, max_tokens, close_after
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def ray_cluster() -> Iterator[Any]:
+    """Ray's `Cluster`: one node, to which a test may add others."""
     os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_SERVE_LOG_TO_STDERR="0")
     import ray
     from ray import serve
+    from ray.cluster_utils import Cluster
 
-    ray.init(num_cpus=16, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    cluster = Cluster()
+    cluster.add_node(
+        num_cpus=16, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, resources={HEAD: 1}
+    )
+    ray.init(address=cluster.address, log_to_driver=False)
     serve.start(proxy_location="Disabled")
-    yield
+    yield cluster
     serve.shutdown()
     ray.shutdown()
+    cluster.shutdown()
 
 
 class Caller:
@@ -71,8 +80,8 @@ class FakeCatalog:
     def __init__(self, preloaded: list[dict[str, str]]) -> None:
         self._preloaded = preloaded
 
-    async def preloaded(self, pinned: tuple[str, ...]) -> list[dict[str, str]]:
-        return self._preloaded
+    async def preloaded(self, pinned: tuple[str, ...]) -> dict[str, Any]:
+        return {"result": self._preloaded}
 
 
 class App:
@@ -100,8 +109,11 @@ StartApp = Callable[..., App]
 
 
 @pytest.fixture
-def start_app(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[StartApp]:
-    """Two engine replicas with fake engines behind the real router, replica and service."""
+def start_app(ray_cluster: Any, request: pytest.FixtureRequest) -> Iterator[StartApp]:
+    """Two engine replicas with fake engines behind the real router, replica and service.
+
+    `of`: an application that gets these settings instead of its own.
+    """
     from ray import serve
 
     from deployments.app import engine_application
@@ -109,21 +121,33 @@ def start_app(ray_cluster: None, request: pytest.FixtureRequest) -> Iterator[Sta
 
     names: list[str] = []
 
-    def start(delays: dict[str, float], preloaded: tuple[AdapterRef, ...] = (), **engine: Any) -> App:
+    def start(
+        delays: dict[str, float],
+        preloaded: tuple[AdapterRef, ...] = (),
+        of: App | None = None,
+        grace_s: float = 0.2,
+        **engine: Any,
+    ) -> App:
         args = AppArgs(
             model=json.dumps(delays),
             num_replicas=2,
             engine={"max_num_seqs": 4, "max_adapters": 4, **engine},
             stream_interval_s=0.0,
-            graceful_shutdown_timeout_s=0.2,
+            graceful_shutdown_timeout_s=grace_s,
         )
         refs = [{"name": ref.name, "uri": ref.uri, "version": ref.version} for ref in preloaded]
-        catalog = serve.deployment(FakeCatalog).options(name="catalog").bind(refs)
+        safe = {"num_cpus": 0.1, "resources": {HEAD: 0.01}}
+        catalog = serve.deployment(FakeCatalog).options(name="catalog", ray_actor_options=safe).bind(refs)
         engines = engine_application(args, catalog, engine_client=FAKE_ENGINE)
-        caller = serve.deployment(Caller).options(name="caller", max_ongoing_requests=100).bind(engines)
-        name = f"app{len(names)}-{request.node.name}".replace("[", "-").replace("]", "")
+        caller = (
+            serve.deployment(Caller)
+            .options(name="caller", max_ongoing_requests=100, ray_actor_options=safe)
+            .bind(engines)
+        )
+        name = of.name if of else f"app{len(names)}-{request.node.name}".replace("[", "-").replace("]", "")
         handle = serve.run(caller, name=name, route_prefix=None)
-        names.append(name)
+        if of is None:
+            names.append(name)
         return App(name, handle)
 
     yield start

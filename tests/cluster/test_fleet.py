@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.request import AdapterRef
-from tests.cluster.conftest import App, StartApp
+from tests.cluster.conftest import OBJECT_STORE_BYTES, App, StartApp
 from tests.cluster.fake_engine import DIE_AT_START, DIE_AT_THIRD, NO_END, OVERLOADED
 
 pytestmark = pytest.mark.cluster
@@ -122,3 +125,42 @@ def test_an_adapter_is_loaded_and_unloaded_on_every_replica(start_app: StartApp)
     app.service("unload_adapter", "a")
     assert ["a" in s["adapters"] for s in app.stats()] == [False, False]
     app.service("check_health")
+
+
+def test_an_upgrade_under_load_loses_nothing(start_app: StartApp) -> None:
+    """FR-66: other settings, so every replica is replaced, while requests come; running ones finish."""
+    app = start_app({"token_s": 0.01}, grace_s=10.0)
+    before = {stats["pid"] for stats in app.stats()}
+    is_over = threading.Event()
+
+    def ask(number: int) -> list[dict[str, Any]]:
+        answers = []
+        while not is_over.is_set():
+            answers += app.generate({"adapter": f"a{number}", "max_tokens": 20})
+        return answers
+
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask, number) for number in range(4)]
+        start_app({"token_s": 0.011}, of=app, grace_s=10.0)
+        eventually(lambda: not before & {stats["pid"] for stats in app.stats()}, timeout_s=30)
+        is_over.set()
+    answers = [answer for one in asking for answer in one.result()]
+    assert Counter((answer["error"], answer["tokens"]) for answer in answers) == {(None, 20): len(answers)}
+    assert {answer["pid"] for answer in answers} & before
+    assert len(app.stats()) == 2
+
+
+def test_a_node_that_dies_takes_its_own_streams_only(ray_cluster: Any, start_app: StartApp) -> None:
+    """FR-65: Ray on two nodes; what ran on the other one is untouched, and both replicas are there again."""
+    node = ray_cluster.add_node(num_cpus=16, object_store_memory=OBJECT_STORE_BYTES)
+    app = start_app({"token_s": 0.02})
+    before = {stats["pid"] for stats in app.stats()}
+    running = app.start(*[{"max_tokens": 150}] * 4)
+    eventually(lambda: sum(stats["running"] for stats in app.stats()) == 4, timeout_s=5)
+    ray_cluster.remove_node(node, allow_graceful=False)
+    answers = running.result(timeout_s=60)
+    assert {answer["error"] for answer in answers} == {None, "EngineDead"}
+    assert all((answer["error"] is None) == (answer["tokens"] == 150) for answer in answers)
+    eventually(lambda: len(app.stats()) == 2, timeout_s=60)
+    assert len(before & {stats["pid"] for stats in app.stats()}) == 1
+    assert {answer["error"] for answer in app.generate(*[{}] * 8)} == {None}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.serve_process import ENGINE, STOP_TIMEOUT_S, Answer, ServeProcess, serving
+from tests.cluster.serve_process import STOP_TIMEOUT_S, Answer, ServeProcess, serving
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.cluster
@@ -207,20 +206,6 @@ def test_a_flood_of_junk_names_leaves_the_metrics_as_they_were(fleet: Fleet) -> 
     assert statuses == {404}
     assert fleet.complete("x" * 10_000).status == 404
     assert names() == before
-
-
-def test_a_lost_engine_is_replaced_and_loses_no_adapter(fleet: Fleet) -> None:
-    """FR-59, FR-65."""
-    engines = fleet.server.pids(ENGINE)
-    assert len(engines) == 2
-    os.kill(engines[0], signal.SIGKILL)
-    statuses = [fleet.complete("named").status for _ in range(10)]
-    assert set(statuses) <= {200, 503}
-    deadline = time.monotonic() + 60
-    while len(fleet.server.pids(ENGINE)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    assert fleet.complete("named").status == 200
 
 
 def test_ctrl_c_ends_everything_and_no_key_is_in_the_logs(fleet: Fleet) -> None:

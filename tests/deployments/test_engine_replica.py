@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from deployments import engine_replica
 from deployments.engine_replica import EngineReplica, ReplicaSettings
 from deployments.wire import decode_chunk
 from engine.config import EngineConfig
-from engine.errors import EngineDead, LorafleetError
+from engine.errors import EngineDead, LorafleetError, Unavailable
 from engine.request import AdapterRef, GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.stats import BASE
 from engine.wire import encode_ref, encode_request
-from tests.cluster.fake_engine import DIE_AT_THIRD, OVERLOADED
+from tests.cluster.fake_engine import DIE_AT_THIRD, OVERLOADED, FakeEngineClient
 
 SETTINGS = ReplicaSettings(stream_interval_s=0.0, engine_client="tests.cluster.fake_engine:FakeEngineClient")
 
@@ -142,6 +144,32 @@ def test_warming_loads_what_fits_and_survives_a_bad_adapter() -> None:
             assert (await replica.record_routing_stats())["resident"] == ["sql"]
 
     asyncio.run(main())
+
+
+def test_a_pinned_adapter_is_waited_for_while_its_source_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FR-66. Others are not: one source that is down must not keep the base model away."""
+    monkeypatch.setattr(engine_replica, "WAITS_S", (0.0, 0.0, 0.0))
+    tries = Counter[str]()
+
+    async def load(self: FakeEngineClient, ref: AdapterRef) -> dict[str, Any]:
+        tries[ref.name] += 1
+        if ref.name == "other" or tries[ref.name] < 3:
+            raise Unavailable("S3 does not answer")
+        return {}
+
+    monkeypatch.setattr(FakeEngineClient, "load_adapter", load)
+
+    async def main() -> None:
+        config = EngineConfig(model="{}", pinned_adapters=("pinned",))
+        replica = EngineReplica(config, SETTINGS, "r1")
+        await replica.start()
+        await replica.warm([encode_ref(AdapterRef(name, "x")) for name in ("pinned", "other")])
+        await replica.stop()
+
+    asyncio.run(main())
+    assert tries == {"pinned": 3, "other": 1}
 
 
 def test_a_dead_engine_ends_its_replica_at_once(exits: list[int]) -> None:

@@ -476,8 +476,12 @@ def test_pinned_adapters_of_the_source_are_there_before_a_replica_serves() -> No
     """FR-66."""
 
     async def main() -> None:
-        catalog = build(FakeSource(a="1", b="1"), x="src/b")
+        source = FakeSource(a="1", b="1")
+        catalog = build(source, x="src/b")
         assert [ref.name for ref in await catalog.preloaded(("a", "absent"))] == ["a", "x"]
+        source.failure = DOWN
+        with pytest.raises(Unavailable):
+            await catalog.preloaded(("unheard",))
 
     run(main)
 
