@@ -52,6 +52,20 @@ def test_the_second_autoscaler_wants_pods_that_never_restart(scenario: str) -> N
 
 
 @each_scenario
+def test_an_upgrade_in_steps_has_steps_and_room(scenario: str) -> None:
+    strategy = ray_service(scenario)["spec"]["upgradeStrategy"]
+    if strategy["type"] == "NewCluster":
+        assert "clusterUpgradeOptions" not in strategy
+        return
+    assert strategy["type"] == "NewClusterWithIncrementalUpgrade"
+    options = strategy["clusterUpgradeOptions"]
+    assert 0 < options["stepSizePercent"] <= options["maxSurgePercent"] <= 100
+    assert options["intervalSeconds"] > 0
+    assert options["gatewayClassName"]
+    assert cluster(scenario)["enableInTreeAutoscaling"], "the operator asks for it"
+
+
+@each_scenario
 def test_redis_is_given_in_one_place(scenario: str) -> None:
     names = {variable["name"] for found in containers(scenario) for variable in found.get("env", ())}
     assert not names & {"RAY_REDIS_ADDRESS", "REDIS_PASSWORD", "RAY_enable_autoscaler_v2"}
