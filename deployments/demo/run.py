@@ -14,6 +14,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.config import AppArgs
+from deployments.dashboard.overview import TIERS
 from deployments.demo.base_model import prepare_base_model
 from deployments.demo.prompts import ADAPTERS_DIR, SHOWCASES, Showcase
 from deployments.demo.s3 import EmbeddedS3
@@ -87,7 +88,7 @@ def send_once(url: str) -> None:
 
 def hit_rates(metrics: str) -> str:
     """Where requests found their adapters, from the metrics page."""
-    found = {"hbm": 0.0, "host": 0.0, "source": 0.0}
+    found = dict.fromkeys(TIERS, 0.0)
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
             if sample.name == "lorafleet_adapter_lookups_total":

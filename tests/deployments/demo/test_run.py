@@ -17,6 +17,7 @@ METRICS = """\
 # TYPE lorafleet_adapter_lookups_total counter
 lorafleet_adapter_lookups_total{adapter="a",tier="hbm",replica="r1"} 5
 lorafleet_adapter_lookups_total{adapter="a",tier="host",replica="r1"} 1
+lorafleet_adapter_lookups_total{adapter="b",tier="disk",replica="r2"} 1
 lorafleet_adapter_lookups_total{adapter="b",tier="source",replica="r2"} 2
 """
 
@@ -32,8 +33,8 @@ def test_the_printed_requests_can_be_pasted_into_a_shell(capsys: pytest.CaptureF
 
 
 def test_hit_rates_cover_all_adapters_and_replicas() -> None:
-    assert hit_rates(METRICS) == "adapters found in: hbm 62%, host 12%, source 25%"
-    assert hit_rates("") == "adapters found in: hbm 0%, host 0%, source 0%"
+    assert hit_rates(METRICS) == "adapters found in: hbm 56%, host 11%, disk 11%, source 22%"
+    assert hit_rates("") == "adapters found in: hbm 0%, host 0%, disk 0%, source 0%"
 
 
 @pytest.mark.cluster
@@ -49,4 +50,4 @@ def test_the_demo_runs_once_and_each_adapter_answers() -> None:
         assert f"[{item.adapter}]" in done.stdout
     assert "SELECT" in done.stdout
     assert "tokens/s" in done.stdout
-    assert "adapters found in: hbm 50%, host 0%, source 50%" in done.stdout
+    assert "adapters found in: hbm 50%, host 0%, disk 0%, source 50%" in done.stdout
