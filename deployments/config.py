@@ -47,7 +47,7 @@ class AppArgs(BaseModel):
     allowed_lora_prefixes: list[str] = []  # where run-time adapters may come from; none: the adapter source
     catalog_file: Path | None = None  # keeps run-time loads and unloads; none: the catalog's process does
 
-    stream_interval_s: float = Field(default=0.02, ge=0)  # least time between two chunks of one stream
+    stream_interval_s: float = Field(default=0.04, ge=0)  # least time between two chunks of one stream
     graceful_shutdown_timeout_s: float = Field(default=120.0, gt=0)  # above the longest answer
     metrics_max_adapters: int = Field(default=100, ge=1)  # named by a replica; the rest share a label
     metrics_port: int | None = Field(

@@ -30,7 +30,7 @@ ENGINE_CLIENT = "engine.client:EngineClient"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    stream_interval_s: float = 0.02  # least time between two chunks of a stream
+    stream_interval_s: float = 0.04  # least time between two chunks of a stream
     metrics_max_adapters: int = 100  # adapters that this replica's metrics name
     engine_client: str = ENGINE_CLIENT  # module:Class; tests bring a fake
     metrics_port: int | None = None  # of a page of its own; None: no page
