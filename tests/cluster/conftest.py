@@ -13,8 +13,9 @@ import pytest
 from engine.errors import LorafleetError
 from engine.request import AdapterRef, GenerateRequest
 from engine.sampling_params import SamplingParams
+from tests.cluster.serve_process import free_port
 
-OBJECT_STORE_BYTES = 80_000_000
+NODE = {"num_cpus": 16, "object_store_memory": 80_000_000}
 HEAD = "head"  # a resource of the first node: what must not die with another one asks for a bit of it
 FAKE_ENGINE = "tests.cluster.fake_engine:FakeEngineClient"
 Spec = dict[str, Any]  # adapter, prompt, max_tokens, close_after
@@ -29,9 +30,7 @@ def ray_cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    cluster.add_node(
-        num_cpus=16, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, resources={HEAD: 1}
-    )
+    cluster.add_node(**NODE, resources={HEAD: 1}, include_dashboard=False, dashboard_port=free_port())
     ray.init(address=cluster.address, log_to_driver=False)
     serve.start(proxy_location="Disabled")
     yield cluster

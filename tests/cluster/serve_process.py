@@ -104,7 +104,7 @@ def serving(
     flags: Sequence[str], environment: Mapping[str, str] | None = None, name: str = "base"
 ) -> Iterator[ServeProcess]:
     """`name`: of the base model, which the first line of output tells. Ends it by Ctrl-C."""
-    port = _free_port()
+    port = free_port()
     ray_dir = Path(tempfile.mkdtemp(prefix="lf"))  # a short path: sockets live in it
     command = [sys.executable, "-m", "deployments.cli", "serve", "--port", str(port), *flags]
     # other tests leave settings of their own clusters
@@ -141,7 +141,7 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.request import AdapterRef
-from tests.cluster.conftest import OBJECT_STORE_BYTES, App, StartApp
+from tests.cluster.conftest import NODE, App, StartApp
 from tests.cluster.fake_engine import DIE_AT_START, DIE_AT_THIRD, NO_END, OVERLOADED
 
 pytestmark = pytest.mark.cluster
@@ -146,13 +146,13 @@ def test_an_upgrade_under_load_loses_nothing(start_app: StartApp) -> None:
         is_over.set()
     answers = [answer for one in asking for answer in one.result()]
     assert Counter((answer["error"], answer["tokens"]) for answer in answers) == {(None, 20): len(answers)}
-    assert {answer["pid"] for answer in answers} & before
+    assert {int(answer["pid"]) for answer in answers} & before
     assert len(app.stats()) == 2
 
 
 def test_a_node_that_dies_takes_its_own_streams_only(ray_cluster: Any, start_app: StartApp) -> None:
     """FR-65: Ray on two nodes; what ran on the other one is untouched, and both replicas are there again."""
-    node = ray_cluster.add_node(num_cpus=16, object_store_memory=OBJECT_STORE_BYTES)
+    node = ray_cluster.add_node(**NODE)
     app = start_app({"token_s": 0.02})
     before = {stats["pid"] for stats in app.stats()}
     running = app.start(*[{"max_tokens": 150}] * 4)
