@@ -342,22 +342,17 @@ def test_a_read_that_is_not_wanted_any_more_ends(fake: FakeS3) -> None:
 @pytest.mark.parametrize("fault", [None, "status", "cut", "late"])
 @pytest.mark.usefixtures("impatient")
 def test_no_log_tells_credentials_or_signatures(
-    fault: FaultKind | None,
-    fake: FakeS3,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: FaultKind | None, fake: FakeS3, caplog: pytest.LogCaptureFixture
 ) -> None:
     """FR-64: also not when everything is logged."""
-    for name in (None, "urllib3", "urllib3.connectionpool"):  # whatever others have made of them
-        caplog.set_level(logging.DEBUG, logger=name)
-        monkeypatch.setattr(logging.getLogger(name), "disabled", False)
+    caplog.set_level(logging.DEBUG)
     if fault:
         fake.fail(fault, WEIGHTS, status=403, seconds=1.0)
         with pytest.raises(LorafleetError):
             load(URI)
     else:
         load(URI)
-    assert "urllib3" in caplog.text  # so everything was
+    assert any(record.name.startswith("urllib3") for record in caplog.records)  # so everything was
     for secret in (SECRET, "some-key-id", "Signature", "Authorization"):
         assert secret not in caplog.text
 
