@@ -48,10 +48,13 @@ def test_alone(setup: Setup, row: int) -> None:
     setup.reference.check_greedy(setup.rows[row].prompt, output, setup.rows[row].adapter)
 
 
-def test_mixed_in_every_order(setup: Setup) -> None:
-    """FR-40, FR-45."""
+@pytest.mark.parametrize(
+    "step", [pytest.param(4, id="a-quarter"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+)
+def test_mixed_in_every_order(setup: Setup, step: int) -> None:
+    """FR-40, FR-45. All 24 orders take minutes."""
     checked = {}
-    for rows in itertools.permutations(setup.rows):
+    for rows in itertools.islice(itertools.permutations(setup.rows), 0, None, step):
         for row, output in zip(rows, setup.run(list(rows)), strict=True):
             assert output.adapter == row.adapter
             # equal outputs need the reference once
