@@ -134,10 +134,6 @@ class EngineClient:
     async def unpin_adapter(self, name: str) -> None:
         await self._call("unpin", name)
 
-    async def prefetch(self, ref: AdapterRef) -> None:
-        self._check_alive()
-        self._send(["prefetch", encode_ref(ref)])
-
     async def stats(self) -> dict[str, Any]:
         """As the engine told them last: at most 0.1 s old while it works, exact when it is idle."""
         self._check_alive()

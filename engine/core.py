@@ -231,8 +231,7 @@ class EngineCore:
             digests = {self.scheduler[chunk.request_id].digest for chunk in plan.chunks}
             self.stats.step_adapters.observe(len(digests - {None}))
         if self.scheduler.waiting:
-            num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
-            self._deadlines.served(num_tokens, len(sampling), now)
+            self._deadlines.served(plan.num_tokens, len(sampling), now)
         self.is_stalled = not plan.chunks and len(self._in_flight) == 1
         if plan.loads or plan.evictions:
             self.manager.settle(self._needed())
@@ -280,9 +279,8 @@ class EngineCore:
     def _work(self, plan: StepPlan) -> StepWork | None:
         if not plan.chunks or plan.loads:
             return None  # a copy of weights may hold the step up
-        num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
         num_rows = sum(len(chunk.token_ids) == 1 for chunk in plan.chunks)
-        return StepWork(num_tokens - num_rows, num_rows, self.memory.residency.num_leased_pages)
+        return StepWork(plan.num_tokens - num_rows, num_rows, self.memory.residency.num_leased_pages)
 
     def _check(self, request: GenerateRequest) -> None:
         assert request.request_id not in self.requests, request.request_id

@@ -47,3 +47,7 @@ class StepPlan:
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
     missing: tuple[str, ...]  # digests whose image must be read again before their requests can start
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)

@@ -139,9 +139,6 @@ class EngineProcess:
     def _unpin(self, core: EngineCore, call_id: str, name: str) -> None:
         core.unpin_adapter(call_id, name)
 
-    def _prefetch(self, core: EngineCore, ref: dict[str, str]) -> None:
-        core.prefetch(decode_ref(ref))
-
 
 _CALLS: dict[str, Callable[..., None]] = {
     "add": EngineProcess._add,
@@ -150,7 +147,6 @@ _CALLS: dict[str, Callable[..., None]] = {
     "unload": EngineProcess._unload,
     "pin": EngineProcess._pin,
     "unpin": EngineProcess._unpin,
-    "prefetch": EngineProcess._prefetch,
 }
 
 

@@ -50,10 +50,6 @@ class ShardedShape:
     parts: tuple[Part, ...]  # of each projection
     vocab: range  # rows of the head
 
-    @property
-    def is_whole(self) -> bool:
-        return self.shard.world == 1
-
 
 def shard_shape(shape: ModelShape, shard: Shard) -> ShardedShape:
     """Raises InvalidRequest where a rank would have no query head or no vocabulary."""

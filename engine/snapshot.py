@@ -26,13 +26,13 @@ class SnapshotFeed:
         """A snapshot whose "adapters" are those that changed; "gone" are those that are no more."""
         core = self._core
         requests = _requests(core)
-        names = core.manager.names
-        loading = core.manager.loading_names - names.keys()
-        changed = core.stats.touched | core.manager.touched | (loading ^ self._loading)
+        manager = core.manager
+        loading = {name for name in manager.loading_names if manager.digest_of(name) is None}
+        changed = core.stats.touched | manager.touched | (loading ^ self._loading)
         changed |= {name for name, _ in requests.items() ^ self._requests.items()}
-        core.stats.touched, core.manager.touched = set(), set()
+        core.stats.touched, manager.touched = set(), set()
         self._requests, self._loading = requests, loading
-        told = {name for name in changed if name in names or name in loading or name == BASE}
+        told = {n for n in changed if manager.digest_of(n) is not None or n in loading or n == BASE}
         return {
             **_facts(core),
             "adapters": {name: _adapter(core, name, requests) for name in told},

@@ -197,7 +197,7 @@ class CudaRunner:
         self._last_step.record()
 
     def _compute(self, plan: StepPlan) -> None:
-        num_tokens = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_tokens = plan.num_tokens
         if not plan.chunks:
             self._sampler.skip()
         elif num_tokens <= self._buckets[-1] and self._graphs:

@@ -63,7 +63,6 @@ def test_parts_differ_by_one_head_or_block_at_most() -> None:
 
 def test_one_rank_holds_everything() -> None:
     (whole,) = shards(LLAMA_8B, 1)
-    assert whole.is_whole
     assert whole.local == LLAMA_8B
 
 
