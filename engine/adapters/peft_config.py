@@ -41,6 +41,7 @@ _READ = frozenset(
 _REASONS = {
     "use_dora": "DoRA rescales the base weights; it is not supported",
     "lora_bias": "biases beside lora_B are not supported",
+    "use_bdlora": "block-diagonal A and B (BD-LoRA) are not supported",
     "trainable_token_indices": "retrained token embeddings are not supported",
     "layer_replication": "replicated layers are not supported",
     "target_parameters": "LoRA on bare parameters is not supported",
