@@ -79,7 +79,7 @@ def build_cuda_runner(
     """The runner, ready to serve, and its number of pages. Raises InvalidRequest if memory is too small."""
 
     def build(num_pages: int) -> CudaRunner:
-        runner = CudaRunner(spec, weights, config, num_pages, pages.tokens, pages.max_model_len)
+        runner = CudaRunner(spec, weights, config, num_pages, pages.tokens, pages.max_model_len, comm)
         runner.warm_up(watch)
         return runner
 
@@ -87,7 +87,8 @@ def build_cuda_runner(
     if num_pages is None:
         with out_of_memory_names("max_num_batched_tokens"):
             rehearsal = build(1)
-        num_pages = memory.num_pages(config.gpu_memory_fraction, memory.taken, pages.bytes)
+        own = memory.num_pages(config.gpu_memory_fraction, memory.taken, pages.bytes)
+        num_pages = comm.least(own)  # ranks share one page table
         del rehearsal
         gc.collect()
         torch.cuda.empty_cache()
