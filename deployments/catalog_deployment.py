@@ -21,8 +21,7 @@ from engine.request import AdapterRef
 from engine.wire import encode_ref
 from router.catalog import Catalog
 from router.catalog_entry import Snapshot
-from router.catalog_state import CatalogState
-from router.catalog_store import open_store
+from router.catalog_store import open_state
 
 CALL_TIMEOUT_S = 20.0  # above the deadlines of the source and of the long poll
 
@@ -31,7 +30,7 @@ CALL_TIMEOUT_S = 20.0  # above the deadlines of the source and of the long poll
 class CatalogSettings:
     source_uri: str | None
     static: dict[str, str]  # name -> URI
-    state_file: Path | None  # None: the bucket of the source, or memory if that is none
+    state_file: Path | None  # None: beside the adapters of the source
     engine_deployment: str  # its name
     load_timeout_s: float
     max_kept: int  # named adapters that every replica has
@@ -40,7 +39,7 @@ class CatalogSettings:
 class CatalogDeployment:
     async def __init__(self, settings: CatalogSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         source = await asyncio.to_thread(open_source, settings.source_uri) if settings.source_uri else None
-        state = CatalogState(open_store(settings.source_uri, settings.state_file))
+        state = open_state(settings.source_uri, settings.state_file)
         application = serve.get_replica_context().app_name
 
         @functools.cache

