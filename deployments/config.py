@@ -45,7 +45,7 @@ class AppArgs(BaseModel):
     api_key_digests: list[str] = []  # SHA-256, hexadecimal; none: open to all
     allow_runtime_lora_updating: bool = False
     allowed_lora_prefixes: list[str] = []  # where run-time adapters may come from; none: the adapter source
-    catalog_file: Path | None = None  # of run-time loads and unloads; none: it lies beside the source's adapters
+    catalog_file: Path | None = None  # of run-time loads; none: beside the source's adapters
 
     stream_interval_s: float = Field(default=0.04, ge=0)  # least time between two chunks of one stream
     graceful_shutdown_timeout_s: float = Field(default=120.0, gt=0)  # above the longest answer
