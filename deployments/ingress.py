@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
+from deployments import tracing
 from deployments.api.build import build_api
 from deployments.api.settings import ApiSettings
 from deployments.catalog_deployment import CatalogHandle
@@ -55,4 +57,4 @@ class IngressDeployment:
             allow_runtime_loading=self._settings.allow_runtime_loading,
             allowed_uri_prefixes=self._settings.allowed_uri_prefixes,
         )
-        return build_api(self._service, self._catalog, self._tokenizer, settings)
+        return build_api(self._service, self._catalog, self._tokenizer, settings, tracing.start(os.environ))

@@ -1,11 +1,32 @@
-"""What one request took at its replica. Pure: time comes in as `now`."""
+"""What one request took at its replica. Pure: time comes in as an argument."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.request import OutputDelta
+
+
+def placed(deltas: Sequence[OutputDelta], replica: str, route: str, epoch: float) -> list[OutputDelta]:
+    """With milestones that another machine understands. `epoch`: when the engine's clock was zero."""
+    return [
+        delta
+        if (told := delta.milestones) is None
+        else replace(
+            delta,
+            milestones=replace(
+                told,
+                arrived=epoch + told.arrived,
+                loaded=epoch + told.loaded,
+                started=epoch + told.started,
+                first_token=epoch + told.first_token,
+                replica=replica,
+                route=route,
+            ),
+        )
+        for delta in deltas
+    ]
 
 
 @dataclass(slots=True)

@@ -5,10 +5,11 @@ Two protocols, so that the API runs in process over fakes. Knows nothing of HTTP
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from engine.errors import AdapterRefused
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 
 
@@ -22,6 +23,7 @@ class AdapterRecord:
     state: str = "ready"  # or loading, pending, failed
     reason: str | None = None  # why it failed
     canary: CanaryRecord | None = None
+    refusal: AdapterRefused | None = None  # of just this version: no engine need be asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,17 @@ class CanaryRecord:
     weight: float  # part of the name's requests that it answers
 
 
-class EngineService(Protocol):
+class TokenSource(Protocol):
+    def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputDelta]]:
+        """Raises before the first item where it can. Closing the iterator (`aclose`) aborts the request."""
+
+
+async def close(stream: AsyncIterator[list[OutputDelta]]) -> None:
+    if isinstance(stream, AsyncGenerator):
+        await stream.aclose()
+
+
+class EngineService(TokenSource, Protocol):
     """The fleet's engines as one. Every method may raise a LorafleetError."""
 
     @property
@@ -40,9 +52,6 @@ class EngineService(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputDelta]]:
-        """Raises before the first item where it can. Closing the iterator (`aclose`) aborts the request."""
 
     async def pin_adapter(self, name: str, pinned: bool) -> None:
         """Keep it in the pool where it is loaded, or no longer. Raises ModelNotFound or Conflict."""
@@ -56,13 +65,22 @@ class EngineService(Protocol):
         """Raises Unavailable if no request could be served now."""
 
 
+@dataclass(frozen=True, slots=True)
+class CatalogFacts:
+    kept: str  # where run-time loads are: see router.catalog_state.Kept
+    states: dict[str, int]  # adapters by state
+
+
 class AdapterCatalog(Protocol):
     """The desired adapters, the same on every ingress replica."""
 
     async def resolve(self, name: str) -> AdapterRecord:
         """Raises ModelNotFound, or Unavailable while the catalog cannot tell."""
 
-    async def list(self) -> list[AdapterRecord]: ...
+    async def list(self, prefix: str, after: str, limit: int) -> list[AdapterRecord]:
+        """At most so many, by name: those that begin with `prefix` and come behind `after`."""
+
+    def facts(self) -> CatalogFacts: ...
 
     async def load(self, name: str, uri: str, *, replace: bool) -> None:
         """Returns when every ingress replica can resolve the name.

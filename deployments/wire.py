@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.errors import LorafleetError
 from engine.request import OutputDelta
-from engine.wire import decode_logprob, encode_logprob
+from engine.wire import decode_logprob, decode_milestones, encode_logprob, encode_milestones
 
 
 def encode_deltas(deltas: Sequence[OutputDelta]) -> bytes:
@@ -53,11 +53,12 @@ def _delta_to_json(delta: OutputDelta) -> list[Any]:
         None if delta.logprobs is None else [encode_logprob(logprob) for logprob in delta.logprobs],
         delta.finish_reason, delta.stop_reason,
         delta.num_prompt_tokens, delta.num_cached_tokens, delta.num_output_tokens,
+        *encode_milestones(delta.milestones),
     ]  # fmt: skip
 
 
 def _delta_from_json(item: list[Any]) -> OutputDelta:
-    index, text, token_ids, logprobs, finish_reason, stop_reason, prompt, cached, output = item
+    index, text, token_ids, logprobs, finish_reason, stop_reason, prompt, cached, output, *milestones = item
     decoded = None if logprobs is None else [decode_logprob(logprob) for logprob in logprobs]
     return OutputDelta(
         index=index,
@@ -69,4 +70,5 @@ def _delta_from_json(item: list[Any]) -> OutputDelta:
         num_prompt_tokens=prompt,
         num_cached_tokens=cached,
         num_output_tokens=output,
+        milestones=decode_milestones(milestones),
     )

@@ -26,13 +26,16 @@ class Choice:
         """Raises the event's error. A choice that finishes without the event saying so must be aborted."""
         if event.error is not None:
             raise event.error
-        return self.processor.feed(
+        delta = self.processor.feed(
             () if event.token_id is None else (event.token_id,),
             None if event.logprob is None else (event.logprob,),
             finish_reason=event.finish_reason,
             stop_reason=event.stop_token_id,
             num_cached_tokens=event.num_cached_tokens,
         )
+        if delta is None or event.milestones is None:
+            return delta
+        return replace(delta, milestones=event.milestones)
 
 
 def split_choices(request: GenerateRequest, tokenizer: Tokenizer) -> list[Choice]:

@@ -131,7 +131,7 @@ class EngineCore:
         if request.timeout_s is not None:
             self._deadlines.add(request.request_id, now + request.timeout_s)
         if request.adapter is not None and digest is not None:
-            self._count_hit(request.adapter, digest)
+            self._count_hit(record, request.adapter, digest)
 
     def on_loaded(self, result: LoadResult) -> None:
         """A load ended. Its waiters need the image as much as requests that are queued already."""
@@ -219,7 +219,7 @@ class EngineCore:
         now = self._clock()
         self._give_up_late(now)
         plan = self.scheduler.schedule(now, self.manager, self._step_clock.free_at(now))
-        self._apply(plan)
+        self._apply(plan, now)
         # a plan without chunks may still take weights from a slot
         images = {load.digest: self.manager.image(load.digest) for load in plan.loads}
         self._runner.submit(plan, images)
@@ -333,14 +333,16 @@ class EngineCore:
         resident = self.memory.residency.get(digest)
         return len(resident.page_ids) if resident else self.manager.image(digest).num_pages
 
-    def _count_hit(self, ref: AdapterRef, digest: str) -> None:
+    def _count_hit(self, record: LiveRequest, ref: AdapterRef, digest: str) -> None:
         stats = self.stats.adapter(ref.name)
         if self.memory.residency.get(digest):
+            record.tier = "hbm"
             stats.hbm_hits += 1
         else:
+            record.tier = "host"
             stats.host_hits += 1
 
-    def _apply(self, plan: StepPlan) -> None:
+    def _apply(self, plan: StepPlan, now: float) -> None:
         if plan.evictions:
             self._count_evictions(plan.evictions)
         for load in plan.loads:
@@ -350,7 +352,10 @@ class EngineCore:
         self.stats.preemptions += len(plan.preempted)
         for request_id in plan.admitted:
             seq = self.scheduler[request_id]
-            stats = self.stats.adapter(self.requests[request_id].name)
+            record = self.requests[request_id]
+            stats = self.stats.adapter(record.name)
+            if record.started is None:
+                record.started = now
             if seq.num_outputs == 0:
                 stats.prompt_tokens += len(seq.prompt_token_ids)
                 stats.cached_tokens += seq.num_cached or 0
@@ -372,6 +377,7 @@ class EngineCore:
             self._deadlines.ended(seq.num_outputs)
             self._finish(request_id)
         asked = token_id in record.request.params.stop_token_ids
+        is_told = record.request.is_traced and seq.num_outputs == 1
         self._events.append(
             TokenEvent(
                 request_id,
@@ -380,6 +386,7 @@ class EngineCore:
                 finish_reason=reason,
                 stop_token_id=token_id if reason == "stop" and asked else None,
                 num_cached_tokens=seq.num_cached or 0,
+                milestones=record.milestones(self._clock()) if is_told else None,
             )
         )
 
@@ -421,7 +428,9 @@ class EngineCore:
                 self._events.append(self._answer(waiter, digest))
                 continue
             record = self.requests[waiter]
-            stats.on_wait(self._clock() - record.arrived, loaded.image.is_from_disk)
+            record.loaded = self._clock()
+            record.tier = "disk" if loaded.image.is_from_disk else "source"
+            stats.on_wait(record.loaded - record.arrived, loaded.image.is_from_disk)
             try:
                 self._enqueue(record, digest)
             except LorafleetError as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import LorafleetError
-from engine.request import FinishReason, TokenLogprob
+from engine.request import FinishReason, Milestones, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class TokenEvent:
     stop_token_id: int | None = None  # the one of `stop_token_ids` that ended it; EOS is not told
     error: LorafleetError | None = None
     num_cached_tokens: int = 0
+    milestones: Milestones | None = None  # with the first token, if asked for
 
 
 @dataclass(frozen=True, slots=True)

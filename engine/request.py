@@ -26,6 +26,20 @@ class GenerateRequest:
     params: SamplingParams
     adapter: AdapterRef | None = None  # None: the base model
     timeout_s: float | None = None  # the first token is of use only within so many seconds
+    is_traced: bool = False  # its first delta tells its milestones
+
+
+@dataclass(frozen=True, slots=True)
+class Milestones:
+    """When a request came how far. Seconds of the engine's clock; of the epoch, once they left a replica."""
+
+    arrived: float
+    loaded: float  # its adapter's weights were in host memory or in the pool
+    started: float  # its first tokens were scheduled
+    first_token: float
+    tier: str | None  # where its adapter was found: hbm, host, disk or source; None: the base model
+    replica: str = ""
+    route: str = ""  # why the router chose the replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,7 @@ class OutputDelta:
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     num_output_tokens: int  # so far, this delta included
+    milestones: Milestones | None = None  # in the first one, if asked for
 
 
 @dataclass(frozen=True, slots=True)

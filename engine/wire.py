@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 from engine.errors import LorafleetError
 from engine.events import CallEvent, Event, TokenEvent
-from engine.request import AdapterRef, GenerateRequest, TokenLogprob
+from engine.request import AdapterRef, GenerateRequest, Milestones, TokenLogprob
 from engine.sampling_params import SamplingParams
 
 HEADER = struct.Struct("!I")
@@ -47,6 +47,7 @@ def encode_request(request: GenerateRequest) -> dict[str, Any]:
         "params": request.params.to_dict(),
         "adapter": encode_ref(request.adapter) if request.adapter else None,
         "timeout_s": request.timeout_s,
+        "is_traced": request.is_traced,
     }
 
 
@@ -58,6 +59,7 @@ def decode_request(data: dict[str, Any]) -> GenerateRequest:
         params=SamplingParams.from_dict(data["params"]),
         adapter=decode_ref(data["adapter"]) if data["adapter"] else None,
         timeout_s=data["timeout_s"],
+        is_traced=data["is_traced"],
     )
 
 
@@ -69,6 +71,7 @@ def encode_event(event: Event) -> list[Any]:
     return [
         "token", event.request_id, event.token_id, encode_logprob(event.logprob),
         event.finish_reason, event.stop_token_id, error, event.num_cached_tokens,
+        *encode_milestones(event.milestones),
     ]  # fmt: skip
 
 
@@ -77,7 +80,7 @@ def decode_event(item: list[Any]) -> Event:
     if kind == "call":
         call_id, result, error = rest
         return CallEvent(call_id, result, LorafleetError.from_dict(error) if error else None)
-    request_id, token_id, logprob, finish_reason, stop_token_id, error, num_cached = rest
+    request_id, token_id, logprob, finish_reason, stop_token_id, error, num_cached, *milestones = rest
     return TokenEvent(
         request_id,
         token_id,
@@ -86,6 +89,7 @@ def decode_event(item: list[Any]) -> Event:
         stop_token_id,
         LorafleetError.from_dict(error) if error else None,
         num_cached,
+        decode_milestones(milestones),
     )
 
 
@@ -98,6 +102,15 @@ def decode_logprob(item: list[Any] | None) -> TokenLogprob | None:
         return None
     token_id, value, top = item
     return TokenLogprob(token_id, value, tuple((token, best) for token, best in top))
+
+
+def encode_milestones(milestones: Milestones | None) -> list[Any]:
+    """Items at the end of a positional message; none, as nearly always, take no bytes."""
+    return [] if milestones is None else [astuple(milestones)]
+
+
+def decode_milestones(items: list[Any]) -> Milestones | None:
+    return Milestones(*items[0]) if items else None
 
 
 def _read_exactly(sock: socket.socket, length: int) -> bytes:

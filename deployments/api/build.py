@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -24,9 +26,16 @@ from deployments.dashboard.route import OPEN_PATHS as DASHBOARD_PATHS
 from deployments.dashboard.route import Dashboard
 from deployments.service import AdapterCatalog, EngineService
 
+if TYPE_CHECKING:
+    from deployments.spans import Tracing
+
 
 def build_api(
-    service: EngineService, catalog: AdapterCatalog, tokenizer: PromptTokenizer, settings: ApiSettings
+    service: EngineService,
+    catalog: AdapterCatalog,
+    tokenizer: PromptTokenizer,
+    settings: ApiSettings,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     prompts = PromptEncoder(tokenizer, settings.max_model_len)
     resolver = ModelResolver(settings.model_names, catalog)
@@ -35,13 +44,16 @@ def build_api(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         prompts.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPI(title="lorafleet", lifespan=lifespan)
     models = Models(catalog, resolver, settings)
     tokenization = Tokenization(resolver, prompts, settings)
     operations = Operations(service)
-    app.post("/v1/chat/completions")(ChatCompletions(service, resolver, prompts).create)
-    app.post("/v1/completions")(Completions(service, resolver, prompts).create)
+    source = service if tracing is None else tracing.traced(service)
+    app.post("/v1/chat/completions")(ChatCompletions(source, resolver, prompts).create)
+    app.post("/v1/completions")(Completions(source, resolver, prompts).create)
     app.get("/v1/models")(models.list)
     app.get("/v1/models/{model:path}")(models.get)
     app.post("/tokenize")(tokenization.tokenize)
@@ -57,7 +69,9 @@ def build_api(
     app.post("/v1/pin_lora_adapter")(pinning.pin if enabled else loading_is_off)
     app.post("/v1/unpin_lora_adapter")(pinning.unpin if enabled else loading_is_off)
     install_error_handlers(app)
-    # the last one added sees a request first
+    # the last one added sees a request first; who has no key leaves no trace
+    if tracing is not None:
+        tracing.add_to(app)
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=settings.max_body_bytes)
     if settings.api_key_digests:
         open_paths = OPEN_PATHS | DASHBOARD_PATHS

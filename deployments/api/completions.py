@@ -20,14 +20,14 @@ from deployments.api.protocol import CompletionRequest
 from deployments.api.request_id import engine_request_id
 from deployments.api.sse import DONE, SseResponse, event
 from deployments.api.unsupported import refuse_unsupported
-from deployments.service import EngineService
+from deployments.service import TokenSource
 from engine.request import FinishReason, GenerateRequest, TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI
 
 
 class Completions:
-    def __init__(self, service: EngineService, resolver: ModelResolver, prompts: PromptEncoder) -> None:
+    def __init__(self, service: TokenSource, resolver: ModelResolver, prompts: PromptEncoder) -> None:
         self._service = service
         self._resolver = resolver
         self._prompts = prompts

@@ -7,12 +7,12 @@ exactly once or the stream raises. Knows nothing of JSON.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deployments.service import EngineService
+from deployments.service import TokenSource, close
 from engine.errors import Unavailable
 from engine.request import FinishReason, GenerateRequest, OutputDelta, TokenLogprob
 
@@ -40,7 +40,7 @@ class CollectedChoice:
 class DeltaStream:
     """An iterator of batches. Its owner must `aclose` it. Prompt i has the choices i * n to i * n + n - 1."""
 
-    def __init__(self, service: EngineService, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, service: TokenSource, requests: Sequence[GenerateRequest]) -> None:
         self._merged = _merge(service, requests)
         self._requests = requests
         self._first: Batch | None = None
@@ -124,7 +124,7 @@ def _join(a: OutputDelta, b: OutputDelta) -> OutputDelta:
 _Item = tuple[int, list[OutputDelta]]  # prompt index, deltas
 
 
-async def _merge(service: EngineService, requests: Sequence[GenerateRequest]) -> AsyncGenerator[_Item]:
+async def _merge(service: TokenSource, requests: Sequence[GenerateRequest]) -> AsyncGenerator[_Item]:
     """In the order of arrival. The first error ends all."""
     if len(requests) == 1:  # the usual case needs no task
         source = service.generate(requests[0])
@@ -132,7 +132,7 @@ async def _merge(service: EngineService, requests: Sequence[GenerateRequest]) ->
             async for deltas in source:
                 yield 0, deltas
         finally:
-            await _close(source)
+            await close(source)
         return
     queue: asyncio.Queue[_Item | Exception | None] = asyncio.Queue(maxsize=len(requests))
     tasks = [
@@ -155,7 +155,7 @@ async def _merge(service: EngineService, requests: Sequence[GenerateRequest]) ->
 
 
 async def _pump(
-    service: EngineService,
+    service: TokenSource,
     request: GenerateRequest,
     index: int,
     queue: asyncio.Queue[_Item | Exception | None],
@@ -166,13 +166,8 @@ async def _pump(
             async for deltas in source:
                 await queue.put((index, deltas))
         finally:
-            await _close(source)
+            await close(source)
     except Exception as error:
         await queue.put(error)
     else:
         await queue.put(None)
-
-
-async def _close(source: AsyncIterator[list[OutputDelta]]) -> None:
-    if isinstance(source, AsyncGenerator):
-        await source.aclose()

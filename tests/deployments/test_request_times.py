@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from deployments.request_times import RequestTimes
-from engine.request import FinishReason, OutputDelta
+from deployments.request_times import RequestTimes, placed
+from engine.request import FinishReason, Milestones, OutputDelta
 
 
 def delta(num_output_tokens: int, finish_reason: FinishReason | None = None) -> OutputDelta:
@@ -36,3 +38,10 @@ def test_one_token_has_no_time_a_token() -> None:
     assert times.seconds_per_token is None
     times.saw([delta(1, "length")], 12.0)
     assert times.seconds_per_token is None
+
+
+def test_milestones_leave_the_replica_on_everybodys_clock_and_say_where_they_were() -> None:
+    first = replace(delta(1), milestones=Milestones(1.0, 2.0, 3.0, 4.0, "source"))
+    told, untouched = placed([first, delta(2)], "r1", "home", epoch=1000.0)
+    assert told.milestones == Milestones(1001.0, 1002.0, 1003.0, 1004.0, "source", "r1", "home")
+    assert untouched == delta(2)

@@ -8,15 +8,18 @@ import pytest
 
 from deployments.wire import decode_chunk, encode_deltas, encode_error
 from engine.errors import Overloaded
-from engine.request import OutputDelta, TokenLogprob
+from engine.request import Milestones, OutputDelta, TokenLogprob
 
 PLAIN = OutputDelta(0, "naïve 🦊\n", (1, 2), None, None, None, 7, 4, 2)
 LOGPROBS = (TokenLogprob(3, -0.25, ((3, -0.25), (9, -1.5))), TokenLogprob(4, -1.0))
+FIRST = OutputDelta(
+    0, "a", (1,), None, None, None, 7, 0, 1, Milestones(1.5, 2.0, 2.5, 3.0, "disk", "r1", "home")
+)
 LAST = OutputDelta(1, "", (3, 4), LOGPROBS, "stop", "END", 7, 0, 3)
 
 
 def test_deltas_survive_the_wire() -> None:
-    assert decode_chunk(encode_deltas([PLAIN, LAST])) == [PLAIN, LAST]
+    assert decode_chunk(encode_deltas([FIRST, PLAIN, LAST])) == [FIRST, PLAIN, LAST]
 
 
 def test_a_chunk_is_a_json_list() -> None:

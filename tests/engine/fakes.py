@@ -17,7 +17,7 @@ from engine.errors import AdapterRefused, LorafleetError
 from engine.events import TokenEvent
 from engine.page_pool import PageKind
 from engine.plan import StepPlan
-from engine.request import AdapterRef, GenerateRequest
+from engine.request import AdapterRef, GenerateRequest, Milestones
 from engine.runner.base import SampledToken
 from engine.sampling_params import SamplingParams
 
@@ -118,6 +118,7 @@ class Harness:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, TokenEvent] = {}
         self.answers: dict[str, Any] = {}
+        self.milestones: dict[str, Milestones] = {}
 
     def add(
         self,
@@ -125,10 +126,11 @@ class Harness:
         adapter: AdapterRef | None = None,
         length: int = 5,
         timeout_s: float | None = None,
+        is_traced: bool = False,
         **params: Any,
     ) -> None:
         sampling = SamplingParams(**({"max_tokens": 4, "seed": 0} | params))
-        request = GenerateRequest(request_id, tuple(range(length)), sampling, adapter, timeout_s)
+        request = GenerateRequest(request_id, tuple(range(length)), sampling, adapter, timeout_s, is_traced)
         self.core.add_request(request)
         self.tokens[request_id] = []
 
@@ -162,6 +164,10 @@ class Harness:
                 self.answers[event.call_id] = event.error or event.result
                 continue
             assert event.request_id not in self.ends, "an event after the end"
+            if event.milestones is not None:
+                assert event.request_id not in self.milestones, "told twice"
+                assert self.tokens[event.request_id] == []
+                self.milestones[event.request_id] = event.milestones
             if event.token_id is not None:
                 self.tokens[event.request_id].append(event.token_id)
             if event.finish_reason or event.error:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 from fastapi import FastAPI
@@ -16,6 +16,9 @@ from deployments.api.settings import ApiSettings
 from deployments.service import AdapterRecord, CanaryRecord
 from engine.errors import Conflict, ModelNotFound
 from engine.request import AdapterRef, FinishReason, GenerateRequest, OutputDelta, TokenLogprob
+
+if TYPE_CHECKING:
+    from deployments.spans import Tracing
 
 BOS, EOS = 256, 257
 BASE = "acme/base"
@@ -152,10 +155,11 @@ class FakeFleet:
     service: FakeService = field(default_factory=FakeService)
     catalog: FakeCatalog = field(default_factory=FakeCatalog)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    tracing: Tracing | None = None
 
     def app(self, **settings: Any) -> FastAPI:
         given = {"model_names": (BASE,), "max_model_len": FakeService.max_model_len, "created": 7, **settings}
-        return build_api(self.service, self.catalog, self.tokenizer, ApiSettings(**given))
+        return build_api(self.service, self.catalog, self.tokenizer, ApiSettings(**given), self.tracing)
 
     @asynccontextmanager
     async def client(self, **settings: Any) -> AsyncIterator[httpx2.AsyncClient]:
