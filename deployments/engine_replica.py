@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 from deployments.coalesce import coalesce
 from deployments.metrics_server import MetricsServer
 from deployments.replica_books import ReplicaBooks, routing_stats
-from deployments.request_times import RequestTimes
+from deployments.request_times import RequestTimes, placed
 from deployments.wire import encode_deltas, encode_error, to_answer
 from engine.config import EngineConfig
-from engine.errors import EngineDead, LorafleetError, Unavailable
+from engine.errors import AdapterRefused, EngineDead, LorafleetError, Unavailable
 from engine.stats import BASE
 from engine.wire import decode_ref, decode_request
 
@@ -36,12 +36,23 @@ class ReplicaSettings:
     metrics_port: int | None = None  # of a page of its own; None: no page
 
 
+OnRefused = Callable[[dict[str, str], AdapterRefused], None]
+"""Told of a reference and why this engine cannot serve it."""
+
+
 class EngineReplica:
-    def __init__(self, engine: EngineConfig, settings: ReplicaSettings, replica_id: str) -> None:
+    def __init__(
+        self,
+        engine: EngineConfig,
+        settings: ReplicaSettings,
+        replica_id: str,
+        on_refused: OnRefused = lambda ref, error: None,
+    ) -> None:
         module, _, name = settings.engine_client.partition(":")
         self._config = engine
         self._settings = settings
         self._replica_id = replica_id
+        self._on_refused = on_refused
         self._books = ReplicaBooks(settings.metrics_max_adapters)
         self._client = getattr(importlib.import_module(module), name)(engine)
         self._watching: asyncio.Task[None]
@@ -74,6 +85,7 @@ class EngineReplica:
         for ref, answer in zip(refs, answers, strict=True):
             if "error" in answer:
                 logger.warning("adapter %s is not preloaded: %s", ref["name"], answer["error"]["code"])
+                self._tell_if_refused(ref, LorafleetError.from_dict(answer["error"]))
 
     async def _warm_one(self, ref: dict[str, str]) -> dict[str, Any]:
         for wait_s in WAITS_S if ref["name"] in self._config.pinned_adapters else ():
@@ -90,15 +102,21 @@ class EngineReplica:
         self._books.arrived(adapter, route, times.arrived)
         code = None
         try:
+            if route == "resident" and not await self._holds(adapter):
+                self._books.misrouted()
             deltas = self._client.generate(decode_request(request))
             async with aclosing(coalesce(deltas, self._settings.stream_interval_s)) as stream:
                 async for items in stream:
                     if times.first is None:
                         self._books.first_token(adapter, time.monotonic() - times.arrived)
+                        if request["is_traced"]:
+                            epoch = time.time() - time.monotonic()
+                            items = placed(items, self._replica_id, route, epoch)
                     times.saw(items, time.monotonic())
                     yield encode_deltas(items)
         except LorafleetError as error:
             code = error.code or "error"
+            self._tell_if_refused(request["adapter"], error)
             yield encode_error(error)
         finally:
             self._books.finished(adapter, times, is_error=code is not None)
@@ -133,6 +151,15 @@ class EngineReplica:
     async def check_health(self) -> None:
         if not self._client.is_alive:
             raise EngineDead("the engine process ended")
+
+    async def _holds(self, adapter: str) -> bool:
+        """In the pool, as the engine told last."""
+        adapters = (await self._client.stats()).get("adapters", {})
+        return bool(adapters.get(adapter, {}).get("tier") == "hbm")
+
+    def _tell_if_refused(self, ref: dict[str, str], error: LorafleetError) -> None:
+        if isinstance(error, AdapterRefused):
+            self._on_refused(ref, error)
 
     async def _exit_with_the_engine(self) -> None:
         """Serve would need seconds to notice; a dead actor is replaced, and its clients told, at once."""

@@ -30,6 +30,7 @@ counts as zero, and the names under "adapters" are names that the engine accepte
         "_base": {...}}}                                   # the base model: running, waiting and tokens only
 
 A replica adds what it sees itself, see `replica_books.py`: "replica" (its id), "routes" ({reason: requests}),
+"stale_misroutes" (requests whose adapter the router wrongly took to be resident here),
 "ttft_seconds", "tpot_seconds" and "e2e_seconds" (histograms), "resident" and "awaited" (names of all adapters
 that are here or waited for), "num_host" (adapters in host memory only) and, in each adapter's entry,
 "ttft_seconds_sum", "ttft_count", "errors" ({code: n}) and "finished" ({reason: n}).
@@ -42,9 +43,9 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric, SummaryMetricFamily
 
+from deployments.exposition import text_of
 from deployments.metric_families import Row, Stats, counter, fill, fill_by, gauge, histogram
 from deployments.vllm_metrics import vllm_families
 from engine.stats import BASE
@@ -78,6 +79,11 @@ _NESTED_GAUGES = (
 _REPLICA_COUNTERS = (
     ("preemptions", "preemptions", "Requests put back because the pool was full."),
     ("steps", "steps", "Steps that computed something."),
+    (
+        "router_stale_misroutes",
+        "stale_misroutes",
+        "Requests sent here because their adapter was resident, when it was no more.",
+    ),
 )
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "ttft_seconds", "From arrival at the replica to the first token."),
@@ -112,9 +118,7 @@ _ADAPTER_COUNTERS_BY = (
 
 def render(replicas: Iterable[Stats], now: float | None = None) -> str:
     """Prometheus text of all replicas' statistics; the label `replica` tells them apart."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(list(replicas), time.time() if now is None else now))
-    return generate_latest(registry).decode()
+    return text_of(families(list(replicas), time.time() if now is None else now))
 
 
 def families(replicas: list[Stats], now: float) -> Iterator[Metric]:
@@ -124,15 +128,6 @@ def families(replicas: list[Stats], now: float) -> Iterator[Metric]:
         _adapter_families(replicas),
         vllm_families(replicas, now),
     )
-
-
-class _Collector:
-    def __init__(self, replicas: list[Stats], now: float) -> None:
-        self._replicas = replicas
-        self._now = now
-
-    def collect(self) -> Iterator[Metric]:
-        return families(self._replicas, self._now)
 
 
 def _replica_families(replicas: list[Stats]) -> Iterator[Metric]:

@@ -43,6 +43,7 @@ class ReplicaBooks:
         self._cap = LabelCap(max_names)
         self._adapters: dict[str, AdapterBook] = {}
         self._routes: dict[str, int] = {}
+        self._num_misroutes = 0
         self._ttft = Histogram(TTFT_BOUNDS_S)
         self._tpot = Histogram(TPOT_BOUNDS_S)
         self._e2e = Histogram(E2E_BOUNDS_S)
@@ -52,6 +53,10 @@ class ReplicaBooks:
         book.in_flight += 1
         book.last_used = now
         self._routes[route] = self._routes.get(route, 0) + 1
+
+    def misrouted(self) -> None:
+        """The router took the adapter to be resident here, and it is not."""
+        self._num_misroutes += 1
 
     def first_token(self, adapter: str, waited_s: float) -> None:
         book = self._adapters[adapter]
@@ -119,6 +124,7 @@ class ReplicaBooks:
             "resident": sorted(name for name, tier in tiers.items() if tier == "hbm"),
             "awaited": sorted(n for n, tier in tiers.items() if tier != "hbm" and adapters[n].get("waiting")),
             "routes": dict(self._routes),
+            "stale_misroutes": self._num_misroutes,
             "num_host": sum(tier == "host" for tier in tiers.values()),
             "ttft_seconds": self._ttft.to_dict(),
             "tpot_seconds": self._tpot.to_dict(),

@@ -259,6 +259,7 @@ ROUTER = Board(
             "Sent where the adapter was not",
             "lines",
             (ratio(LOOKUPS, 'tier=~"disk|source"', ""), "in neither memory"),
+            (mean("router_stale_misroutes_total", "router_requests_total"), "resident no more"),
             unit="percentunit",
         ),
         panel(

@@ -50,10 +50,10 @@ def request(*prompt: int, adapter: str | None = None, uri: str = "x", max_tokens
     return encode_request(GenerateRequest("id", prompt or (1,), params, ref))
 
 
-async def run(replica: EngineReplica, data: dict[str, Any]) -> list[Any]:
+async def run(replica: EngineReplica, data: dict[str, Any], route: str = "home") -> list[Any]:
     """All deltas; an error at the end as it is."""
     items: list[Any] = []
-    async for chunk in replica.generate(data, route="home"):
+    async for chunk in replica.generate(data, route):
         try:
             items.extend(decode_chunk(chunk))
         except LorafleetError as error:
@@ -98,6 +98,22 @@ def test_bad_parameters_are_an_error_item_too() -> None:
             data["params"]["top_p"] = 7.0
             (error,) = await run(replica, data)
             assert (error.status, error.param) == (400, "top_p")
+
+    asyncio.run(main())
+
+
+def test_a_request_that_was_sent_for_what_is_resident_no_more_is_counted() -> None:
+    """Only the router's claim counts: who comes home finds nothing either, and nobody was wrong."""
+
+    async def main() -> None:
+        async with started() as replica:
+            await run(replica, request(adapter="sql"))
+            await run(replica, request(adapter="sql"), route="resident")
+            assert (await replica.stats())["stale_misroutes"] == 0
+            await replica.unload_adapter("sql")
+            deltas = await run(replica, request(adapter="sql"), route="resident")
+            assert deltas[-1].finish_reason == "length"
+            assert (await replica.stats())["stale_misroutes"] == 1
 
     asyncio.run(main())
 

@@ -117,11 +117,12 @@ def test_routes_errors_and_first_tokens_are_there() -> None:
     entry = adapter(
         ttft_seconds_sum=1.5, ttft_count=3, errors={"adapter_refused": 2}, finished={"stop": 5, "error": 2}
     )
-    found = samples(replica(routes={"spill": 7}, adapters={"A": entry}))
+    found = samples(replica(routes={"spill": 7}, stale_misroutes=2, adapters={"A": entry}))
     for reason, count in ("stop", 5), ("error", 2):
         labels = {"adapter": "A", "finish_reason": reason, "replica": "r1"}
         assert value(found, "lorafleet_requests_total", **labels) == count
     assert value(found, "lorafleet_router_requests_total", reason="spill", replica="r1") == 7
+    assert value(found, "lorafleet_router_stale_misroutes_total", replica="r1") == 2
     errors = "lorafleet_request_errors_total"
     assert value(found, errors, adapter="A", code="adapter_refused", replica="r1") == 2
     assert value(found, "lorafleet_adapter_time_to_first_token_seconds_count", adapter="A", replica="r1") == 3
@@ -194,11 +195,15 @@ def test_names_follow_prometheus_conventions() -> None:
 
 
 def test_a_thousand_adapters_render_in_time_and_within_the_bound() -> None:
-    """FR-72."""
-    entries = {f"adapter-{i}": adapter() for i in range(1000)}
-    started = time.perf_counter()
-    text = render([replica(adapters=entries)])
-    assert time.perf_counter() - started < 1.0
-    assert text.count("\n") > 1000
+    """FR-72. CPU time, because other processes are no fault of ours."""
+    used = {"ttft_seconds_sum": 1.5, "ttft_count": 3, "errors": {"overloaded": 1}, "finished": {"stop": 5}}
+    entries = {f"adapter-{i}": adapter(host_bytes=1, **used) for i in range(1000)}
+    seconds = []
+    for _ in range(3):
+        started = time.process_time()
+        text = render([replica(adapters=entries)])
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.2
+    assert text.count("\n") > 20_000
     capped = render([replica(adapters=LabelCap(50).fold(entries))])
     assert capped.count("\n") < 1500
