@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Protocol
 
-from deployments.service import AdapterRecord, CanaryRecord
+from deployments.service import AdapterRecord, CanaryRecord, CatalogFacts
 from engine.request import AdapterRef
-from router.catalog_entry import Entry, Snapshot, refuse_while_loading
+from router.catalog_entry import Entry, Snapshot, refuse_while_loading, shared_name
 from router.catalog_upkeep import Status
 
 logger = logging.getLogger(__name__)
@@ -41,7 +45,9 @@ class CatalogView:
         self._name = uuid.uuid4().hex
         self._epoch = ""
         self._version = -1
-        self._entries: dict[str, Entry] = {}
+        self._kept = "unknown"
+        self._entries: Mapping[str, Entry] = {}
+        self._names: list[str] = []  # of the entries, sorted
         self._templates: dict[AdapterRef, str | None] = {}
 
     async def run(self) -> None:
@@ -54,23 +60,24 @@ class CatalogView:
                 logger.warning("the catalog does not answer; what was known stays")
                 await asyncio.sleep(RECONNECT_S)
                 continue
-            self._epoch, self._version = snapshot.epoch, snapshot.version
-            self._entries = {entry.ref.name: entry for entry in snapshot.entries}
-            known = {ref for entry in snapshot.entries for ref in entry.refs()}
-            self._templates = {ref: text for ref, text in self._templates.items() if ref in known}
+            self._take(snapshot)
 
     async def resolve(self, name: str) -> AdapterRecord:
         entry = self._entries.get(name)
         if entry is None:
             entry = Entry(await self._catalog.lookup(name), Status())
         refuse_while_loading(entry)
-        for ref in entry.refs():
+        for ref in entry.refs() if entry.refusal is None else ():
             if ref not in self._templates:
                 self._templates[ref] = await self._catalog.template(ref)
         return self._record(entry)
 
-    async def list(self) -> list[AdapterRecord]:
-        return [self._record(entry) for entry in self._entries.values()]
+    async def list(self, prefix: str, after: str, limit: int) -> list[AdapterRecord]:
+        return [self._record(self._entries[name]) for name in islice(self._names_from(prefix, after), limit)]
+
+    def facts(self) -> CatalogFacts:
+        states = Counter[str](entry.status.state for entry in self._entries.values())
+        return CatalogFacts(self._kept, states)
 
     async def load(self, name: str, uri: str, *, replace: bool) -> None:
         await self._catalog.load(name, uri, replace)
@@ -81,6 +88,25 @@ class CatalogView:
     async def unload(self, name: str) -> None:
         await self._catalog.remove(name)
 
+    def _take(self, snapshot: Snapshot) -> None:
+        self._epoch, self._version, self._kept = snapshot.epoch, snapshot.version, snapshot.kept
+        entries = snapshot.applied_to(self._entries)
+        if entries is self._entries:
+            return
+        self._entries, self._names = entries, list(entries)
+        self._templates = {ref: text for ref, text in self._templates.items() if self._has(ref)}
+
+    def _has(self, ref: AdapterRef) -> bool:
+        entry = self._entries.get(shared_name(ref.name))
+        return entry is not None and ref in entry.refs()
+
+    def _names_from(self, prefix: str, after: str) -> Iterator[str]:
+        first = max(bisect_left(self._names, prefix), bisect_right(self._names, after))
+        for index in range(first, len(self._names)):
+            if not self._names[index].startswith(prefix):
+                return
+            yield self._names[index]
+
     def _record(self, entry: Entry) -> AdapterRecord:
         template = self._templates.get(entry.ref)
         canary = None
@@ -89,8 +115,15 @@ class CatalogView:
             canary = CanaryRecord(
                 AdapterRecord(ref, self._templates.get(ref), _root(ref)), entry.canary.weight
             )
-        status = entry.status
-        return AdapterRecord(entry.ref, template, _root(entry.ref), status.state, status.reason, canary)
+        return AdapterRecord(
+            entry.ref,
+            template,
+            _root(entry.ref),
+            entry.status.state,
+            entry.status.reason,
+            canary,
+            entry.refusal.error() if entry.refusal else None,
+        )
 
 
 def _root(ref: AdapterRef) -> str:

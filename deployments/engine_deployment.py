@@ -12,7 +12,8 @@ from ray.serve.exceptions import RayServeException
 from deployments.engine_replica import WAITS_S, EngineReplica, ReplicaSettings
 from deployments.wire import from_answer
 from engine.config import EngineConfig
-from engine.errors import Unavailable
+from engine.errors import AdapterRefused, Unavailable
+from engine.wire import decode_ref
 
 
 class EngineDeployment(EngineReplica):
@@ -20,7 +21,13 @@ class EngineDeployment(EngineReplica):
         self, engine: EngineConfig, settings: ReplicaSettings, catalog: Any
     ) -> None:
         """`catalog`: its handle. What it wants on every replica is loaded before this one is ready."""
-        super().__init__(engine, settings, serve.get_replica_context().replica_id.unique_id)
+
+        def tell_catalog(ref: dict[str, str], error: AdapterRefused) -> None:
+            # not waited for: a request's end must not depend on it, and the next one tells it again
+            catalog.call.remote("refused", decode_ref(ref), error)
+
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        super().__init__(engine, settings, replica_id, tell_catalog)
         await self.start()
         await self.warm(await _preloaded(catalog, engine.pinned_adapters))
 

@@ -5,7 +5,7 @@ Two protocols, so that the API runs in process over fakes. Knows nothing of HTTP
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,7 +68,7 @@ class EngineService(TokenSource, Protocol):
 @dataclass(frozen=True, slots=True)
 class CatalogFacts:
     kept: str  # where run-time loads are: see router.catalog_state.Kept
-    states: dict[str, int]  # adapters by state
+    states: Mapping[str, int]  # adapters by state
 
 
 class AdapterCatalog(Protocol):

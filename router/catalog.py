@@ -3,7 +3,8 @@
 Knows nothing of Ray, HTTP or engines. It follows the source in the background; while the source is down, what
 was known stays. Adapters that somebody named are kept on the replicas in their newest version, and tried
 again, less and less often, while that fails. A name that nobody has listed yet is looked up in the source at
-once, so that an adapter can be used right after its upload. Changes go out through `wait`, a long poll that
+once, so that an adapter can be used right after its upload. What an engine refuses is shown so and not asked
+of any engine again, until there are other bytes at its place. Changes go out through `wait`, a long poll that
 says at the same time what a view has seen already: `load` and `remove` return when every live view has seen
 them.
 """
@@ -20,10 +21,26 @@ from itertools import islice
 from typing import Any, Protocol
 
 from engine.adapters.source import AdapterListing, AdapterSource
-from engine.errors import Conflict, InvalidRequest, LorafleetError, ModelNotFound, Unavailable
+from engine.errors import (
+    AdapterRefused,
+    Conflict,
+    InvalidRequest,
+    LorafleetError,
+    ModelNotFound,
+    Unavailable,
+)
 from engine.request import AdapterRef
-from router.catalog_entry import Canary, Entry, Snapshot, canary_name, is_loading, refuse_while_loading
+from router.catalog_entry import (
+    Canary,
+    Entry,
+    Snapshot,
+    canary_name,
+    is_loading,
+    refuse_while_loading,
+    shared_name,
+)
 from router.catalog_lookup import SourceLookup
+from router.catalog_refusals import Refusals
 from router.catalog_state import CatalogState
 from router.catalog_upkeep import Status, Upkeep, retry_delay_s
 from router.catalog_views import Views
@@ -74,6 +91,7 @@ class Catalog:
         self._discovered: dict[str, AdapterRef] = {}
         self._loading: dict[str, str] = {}  # new name -> URI, while it is loaded at run time
         self._upkeep = Upkeep()
+        self._refusals = Refusals()
         self._templates: dict[AdapterRef, str | None] = {}
         self._listed_at = -float("inf")
         self._refresh_failures = 0
@@ -105,10 +123,14 @@ class Catalog:
             await self._publish()
 
     async def lookup(self, name: str) -> AdapterRef:
-        """Raises ModelNotFound; Unavailable or AccessDenied while nobody can tell, or while it is loaded."""
+        """Raises ModelNotFound or AdapterRefused; Unavailable or AccessDenied while nobody can tell, or while
+        it is loaded.
+        """
         if name in self._entries:
             entry = self._entries[name]
             refuse_while_loading(entry)
+            if entry.refusal is not None:
+                raise entry.refusal.error()
             return entry.ref
         if self._lookup is None or name in self._state.desired.removed:
             raise ModelNotFound(f"no adapter {name!r}")
@@ -120,8 +142,19 @@ class Catalog:
     async def template(self, ref: AdapterRef) -> str | None:
         """The adapter's own chat template. Raises AdapterRefused, ModelNotFound or Unavailable."""
         if ref not in self._templates:
-            self._templates[ref] = await asyncio.to_thread(self._read_template, ref.uri)
+            try:
+                self._templates[ref] = await asyncio.to_thread(self._read_template, ref.uri)
+            except AdapterRefused as error:
+                await self.refused(ref, error)
+                raise
         return self._templates[ref]
+
+    async def refused(self, ref: AdapterRef, error: AdapterRefused) -> None:
+        """An engine cannot serve what is there in that version."""
+        entry = self._entries.get(shared_name(ref.name))
+        if entry is not None and ref in entry.refs():
+            self._refuse(ref, error)
+            await self._publish()
 
     async def load(self, name: str, uri: str, may_replace: bool) -> None:
         """Desired from now on, and after a restart; returns when replicas have it and views know it.
@@ -140,6 +173,7 @@ class Catalog:
             version = await self._version_of(uri)
             await self._fleet.load_adapter(AdapterRef(name, uri, version))
             await self._state.change(lambda desired: desired.with_loaded(name, uri))
+            self._refusals.forget(uri)
             self._upkeep.want(self._named())
             self._upkeep.succeeded(name, uri, version, time.monotonic())
         finally:
@@ -157,6 +191,7 @@ class Catalog:
         version = await self._version_of(uri)
         if weight:
             await self._fleet.load_adapter(AdapterRef(canary_name(name), uri, version))
+            self._refusals.forget(uri)
         await self._state.change(lambda desired: desired.with_canary(name, uri, weight))
         self._upkeep.want(self._named())
         self._upkeep.succeeded(canary_name(name), uri, version, time.monotonic())
@@ -190,16 +225,23 @@ class Catalog:
         for name in pinned:
             try:
                 refs[name] = await self.lookup(name)
-            except ModelNotFound:
-                logger.warning("pinned adapter %s is not there", name)
+            except (ModelNotFound, AdapterRefused) as error:
+                logger.warning("pinned adapter %s: %s", name, error.message)
         kept = {name: AdapterRef(name, uri, self._upkeep.version(name)) for name, uri in self._kept().items()}
         return list({**refs, **kept}.values())
 
     async def wait(self, view: str, epoch: str, version: int) -> Snapshot:
         """The next state after the one that the view names as seen, or the same one after a while."""
-        await self._views.wait(view, epoch, version)
-        entries = tuple(self._entries[name] for name in sorted(self._entries))
-        return Snapshot(self._views.epoch, self._views.version, entries)
+        changed = await self._views.wait(view, epoch, version)
+        names = self._entries.keys() if changed is None else changed & self._entries.keys()
+        return Snapshot(
+            self._views.epoch,
+            self._views.version,
+            self._state.kept,
+            is_whole=changed is None,
+            entries=tuple(self._entries[name] for name in sorted(names)),
+            gone=() if changed is None else tuple(sorted(changed - self._entries.keys())),
+        )
 
     async def _refresh_forever(self) -> None:
         while True:
@@ -223,12 +265,27 @@ class Catalog:
             version = await self._version_of(uri)
             self._upkeep.described(name, uri, version)
             if self._kept().get(name) == uri and not self._upkeep.is_confirmed(name, version):
-                await self._fleet.load_adapter(AdapterRef(name, uri, version))
+                await self._load_everywhere(AdapterRef(name, uri, version))
+        except AdapterRefused as error:
+            self._upkeep.failed(name, uri, error.message, time.monotonic(), is_refused=True)
         except LorafleetError as error:
             self._upkeep.failed(name, uri, error.message, time.monotonic())
             logger.warning("adapter %s: %s", name, error.message)
         else:
             self._upkeep.succeeded(name, uri, version, time.monotonic())
+
+    async def _load_everywhere(self, ref: AdapterRef) -> None:
+        if refusal := self._refusals.get(ref):
+            raise refusal.error()
+        try:
+            await self._fleet.load_adapter(ref)
+        except AdapterRefused as error:
+            self._refuse(ref, error)
+            raise
+
+    def _refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
+        if self._refusals.add(ref, error):
+            logger.warning("adapter %s is refused: %s", ref.name, error.message)
 
     async def _learn_version(self, name: str, uri: str) -> None:
         if not self._upkeep.version(name):
@@ -242,13 +299,15 @@ class Catalog:
         return (await asyncio.to_thread(self._describe, uri)).version
 
     async def _publish(self) -> None:
-        entries = self._merged()
-        if entries == self._entries:
+        before, self._entries = self._entries, self._merged()
+        changed = {name for name, entry in self._entries.items() if before.get(name) != entry}
+        changed |= before.keys() - self._entries.keys()
+        if not changed:
             return
-        self._entries = entries
-        desired = {ref for entry in entries.values() for ref in entry.refs()}
+        desired = {ref for entry in self._entries.values() for ref in entry.refs()}
         self._templates = {ref: text for ref, text in self._templates.items() if ref in desired}
-        await self._views.advance()
+        self._refusals.keep({*self._named().values(), *(ref.uri for ref in desired)})
+        await self._views.advance(changed)
 
     def _named(self) -> dict[str, str]:
         """Name -> URI of those that somebody named, canaries last."""
@@ -267,10 +326,12 @@ class Catalog:
             name: Entry(AdapterRef(name, uri), Status("loading")) for name, uri in self._loading.items()
         }
         removed = self._state.desired.removed
-        found = {name: Entry(ref, Status()) for name, ref in self._discovered.items() if name not in removed}
+        found = {
+            name: self._entry(ref, Status()) for name, ref in self._discovered.items() if name not in removed
+        }
         upkeep = self._upkeep
         kept = {
-            name: Entry(AdapterRef(name, uri, upkeep.version(name)), upkeep.status(name))
+            name: self._entry(AdapterRef(name, uri, upkeep.version(name)), upkeep.status(name))
             for name, uri in named.items()
         }
         entries = {**loading, **found, **kept}
@@ -280,6 +341,10 @@ class Catalog:
             if name in entries and entry.status.state == "ready":
                 entries[name] = replace(entries[name], canary=Canary(entry.ref, canary.weight))
         return entries
+
+    def _entry(self, ref: AdapterRef, status: Status) -> Entry:
+        refusal = self._refusals.get(ref)
+        return Entry(ref, Status("failed", refusal.message) if refusal else status, refusal=refusal)
 
 
 async def _error_of(part: Awaitable[None]) -> Exception | None:

@@ -54,9 +54,9 @@ class Upkeep:
         return self._books[name].version
 
     def described(self, name: str, uri: str, version: str) -> None:
-        """What is at its source now. Requests ask for it at once if there was nothing before."""
-        if (book := self._books.get(name)) and book.uri == uri:
-            book.version = book.version or version
+        """What is at its source now. Requests ask for it at once if nothing was confirmed before."""
+        if (book := self._books.get(name)) and book.uri == uri and not book.is_confirmed:
+            book.version = version
 
     def is_confirmed(self, name: str, version: str) -> bool:
         book = self._books.get(name)
@@ -66,12 +66,12 @@ class Upkeep:
         if (book := self._books.get(name)) and book.uri == uri:
             self._books[name] = _Book(uri, version, is_confirmed=True, due=now + FOLLOW_S)
 
-    def failed(self, name: str, uri: str, reason: str, now: float) -> None:
-        """What was confirmed before goes on being asked for."""
+    def failed(self, name: str, uri: str, reason: str, now: float, is_refused: bool = False) -> None:
+        """What was confirmed before goes on being asked for. `is_refused`: it will be again."""
         if (book := self._books.get(name)) and book.uri == uri:
             book.failures += 1
             book.reason = reason
-            book.due = now + retry_delay_s(book.failures)
+            book.due = now + (FOLLOW_S if is_refused else retry_delay_s(book.failures))
 
     def status(self, name: str) -> Status:
         book = self._books.get(name)

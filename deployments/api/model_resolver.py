@@ -44,8 +44,10 @@ class ModelResolver:
         self._draw = draw
 
     async def resolve(self, model: str) -> ResolvedModel:
-        """What answers a request. Raises as `find`."""
+        """What answers a request. Raises as `find`, and AdapterRefused."""
         found = await self.find(model)
+        if found.record and found.record.refusal:
+            raise found.record.refusal
         canary = found.record.canary if found.record else None
         if canary is not None and self._draw() < canary.weight:
             return ResolvedModel(canary.record.ref.name, canary.record)

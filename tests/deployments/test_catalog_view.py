@@ -11,7 +11,7 @@ import pytest
 from deployments import catalog_view
 from deployments.catalog_view import CatalogView
 from deployments.service import AdapterRecord
-from engine.errors import Conflict, ModelNotFound, Unavailable
+from engine.errors import AdapterRefused, Conflict, ModelNotFound, Unavailable
 from engine.request import AdapterRef
 from router.catalog import Catalog
 from router.catalog_entry import Snapshot
@@ -66,8 +66,8 @@ async def views(source: FakeSource) -> AsyncIterator[tuple[CatalogView, CatalogV
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def names(view: CatalogView) -> list[str]:
-    return [record.ref.name for record in await view.list()]
+async def names(view: CatalogView, prefix: str = "", after: str = "", limit: int = 99) -> list[str]:
+    return [record.ref.name for record in await view.list(prefix, after, limit)]
 
 
 def test_a_load_through_one_ingress_is_known_to_all_when_it_returns() -> None:
@@ -107,7 +107,7 @@ def test_the_place_that_clients_see_is_no_path_of_the_server() -> None:
 
     async def main() -> None:
         async with views(FakeSource(a="1")) as (one, _, _, _):
-            assert [record.root for record in await one.list()] == ["a"]
+            assert [record.root for record in await one.list("", "", 9)] == ["a"]
 
     asyncio.run(main())
 
@@ -175,12 +175,55 @@ def test_a_name_that_is_loaded_is_503_everywhere_and_shown_so() -> None:
             loading = asyncio.create_task(one.load("x", "src/a", replace=False))
             await asyncio.sleep(0.05)
             for view in (one, two):
-                assert {record.ref.name: record.state for record in await view.list()}["x"] == "loading"
+                assert {record.ref.name: record.state for record in await view.list("x", "", 9)} == {
+                    "x": "loading"
+                }
+                assert view.facts().states == {"ready": 1, "loading": 1}
                 with pytest.raises(Unavailable) as caught:
                     await view.resolve("x")
                 assert caught.value.retry_after_s
             fleet.gate.set()
             await loading
             assert (await two.resolve("x")).state == "ready"
+
+    asyncio.run(main())
+
+
+def test_a_list_is_sorted_and_holds_what_was_asked_for() -> None:
+    async def main() -> None:
+        everything = {"a": "1", "a-b": "1", "ab": "1", "abc": "1", "b": "1", "B": "1"}
+        async with views(FakeSource(**everything)) as (one, _, _, _):
+            ordered = sorted(everything)
+            assert await names(one) == ordered
+            for prefix in ("", "a", "ab", "abcd", "b", "z"):
+                matching = [name for name in ordered if name.startswith(prefix)]
+                for after in ("", *ordered, "aa", "zz"):
+                    for limit in (1, 2, 9):
+                        expected = [name for name in matching if name > after][:limit]
+                        assert await names(one, prefix, after, limit) == expected
+
+    asyncio.run(main())
+
+
+def test_what_an_engine_refused_is_shown_and_asked_of_nobody_until_it_changes() -> None:
+    async def main() -> None:
+        source = FakeSource(a="1", b="1")
+        async with views(source) as (one, two, link, _):
+            refusal = AdapterRefused("no DoRA", param="use_dora")
+            await link.catalog.refused((await one.resolve("a")).ref, refusal)
+            await asyncio.sleep(0.01)
+            link.calls.clear()
+            for view in (one, two):
+                record = await view.resolve("a")
+                assert (record.state, record.reason) == ("failed", "no DoRA")
+                assert record.refusal is not None
+                assert record.refusal.body() == refusal.body()
+                assert view.facts().states == {"failed": 1, "ready": 1}
+            assert "template" not in link.calls
+            source.versions["a"] = "2"
+            await link.catalog.refresh()
+            await asyncio.sleep(0.01)
+            record = await two.resolve("a")
+            assert (record.state, record.refusal) == ("ready", None)
 
     asyncio.run(main())

@@ -78,6 +78,24 @@ def test_a_request_becomes_chunks_of_deltas() -> None:
     asyncio.run(main())
 
 
+def test_what_the_engine_refuses_is_told_whether_it_was_asked_for_or_preloaded() -> None:
+    async def main() -> None:
+        told: list[tuple[dict[str, str], str | None]] = []
+        replica = EngineReplica(
+            EngineConfig(model="x"), SETTINGS, "r1", lambda ref, error: told.append((ref, error.param))
+        )
+        await replica.start()
+        bad = encode_ref(AdapterRef("bad", "refused:x", "1"))
+        await replica.warm([bad, encode_ref(AdapterRef("good", "x", "1"))])
+        (error,) = await run(replica, request(adapter="sql", uri="refused:y"))
+        assert type(error).__name__ == "AdapterRefused"
+        await run(replica, request(OVERLOADED, adapter="good"))
+        assert told == [(bad, "use_dora"), (encode_ref(AdapterRef("sql", "refused:y")), "use_dora")]
+        await replica.stop()
+
+    asyncio.run(main())
+
+
 def test_an_error_of_the_engine_is_the_streams_last_item_and_is_counted() -> None:
     async def main() -> None:
         async with started() as replica:

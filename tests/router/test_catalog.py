@@ -69,12 +69,14 @@ class FakeFleet:
     """What the replicas were told; `refusals` by name."""
 
     def __init__(self) -> None:
+        self.asked: list[AdapterRef] = []
         self.loaded: list[AdapterRef] = []
         self.unloaded: list[str] = []
         self.refusals: dict[str, LorafleetError] = {}
         self.gate: asyncio.Event | None = None
 
     async def load_adapter(self, ref: AdapterRef) -> None:
+        self.asked.append(ref)
         if self.gate is not None:
             await self.gate.wait()
         if ref.name in self.refusals:
@@ -414,7 +416,10 @@ def test_a_named_adapter_follows_its_object_once_the_replicas_have_the_new_versi
         assert await states(catalog) == {"x": ("failed", "no DoRA")}
         fleet.refusals.clear()
         await catalog.keep_up()
-        assert (await catalog.lookup("x")).version == "2"
+        assert (await catalog.lookup("x")).version == "1", "the same bytes are not tried again"
+        source.versions["a"] = "3"
+        await catalog.keep_up()
+        assert (await catalog.lookup("x")).version == "3"
         assert await states(catalog) == {"x": ("ready", None)}
 
     run(main)

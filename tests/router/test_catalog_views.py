@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from router import catalog_views
 from router.catalog import Catalog
-from router.catalog_entry import Snapshot
+from router.catalog_entry import Entry
 from router.catalog_state import CatalogState
 from router.catalog_upkeep import Status, Upkeep
 from tests.router.test_catalog import FakeFleet, FakeSource, build, names, run
@@ -19,21 +22,21 @@ def test_a_change_wakes_the_views_and_a_load_returns_when_they_have_seen_it() ->
 
     async def main() -> None:
         catalog = build(FakeSource(a="1"))
-        seen: dict[str, Snapshot] = {}
+        seen: dict[str, Mapping[str, Entry]] = {}
 
         async def follow(view: str, lag_s: float) -> None:
             snapshot = await catalog.wait(view, "", 0)
             while True:
-                seen[view] = snapshot
+                seen[view] = snapshot.applied_to(seen.get(view, {}))
                 snapshot = await catalog.wait(view, snapshot.epoch, snapshot.version)
                 await asyncio.sleep(lag_s)
 
         views = [asyncio.create_task(follow("quick", 0.0)), asyncio.create_task(follow("slow", 0.1))]
         await asyncio.sleep(0.01)
         await catalog.load("x", "src/a", False)
-        assert [entry.ref.name for entry in seen["slow"].entries] == ["x"]
+        assert list(seen["slow"]) == list(seen["quick"]) == ["x"]
         await catalog.remove("x")
-        assert seen["slow"].entries == seen["quick"].entries == ()
+        assert seen["slow"] == seen["quick"] == {}
         for view in views:
             view.cancel()
 
@@ -65,7 +68,40 @@ def test_a_quiet_catalog_answers_a_view_now_and_then(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(catalog_views, "POLL_S", 0.01)
         catalog = build(FakeSource())
         first = await catalog.wait("v", "", 0)
-        assert await catalog.wait("v", first.epoch, first.version) == first
+        assert await catalog.wait("v", first.epoch, first.version) == replace(first, is_whole=False)
+
+    run(main)
+
+
+def test_a_view_is_told_what_has_changed_and_everything_if_it_missed_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten thousand adapters are not sent again because one has come; any order of changes adds up."""
+    monkeypatch.setattr(catalog_views, "MAX_LOGGED", 8)
+    rng = random.Random(0)
+
+    async def main() -> None:
+        source = FakeSource(a="1", b="1", c="1")
+        catalog = build(source)
+        told: dict[int, Mapping[str, Entry]] = {0: {}}  # the whole state at each version
+        first = await catalog.wait("v", "", 0)
+        for _ in range(40):
+            name = rng.choice("abcdef")
+            if rng.random() < 0.4:
+                source.versions.pop(name, None)
+            else:
+                source.versions[name] = str(rng.random())
+            await catalog.refresh()
+            whole = await catalog.wait("v", "", 0)
+            assert whole.is_whole
+            told[whole.version] = whole.applied_to({})
+            for version, before in told.items():
+                if version == whole.version:
+                    continue
+                news = await catalog.wait("v", first.epoch, version)
+                assert news.is_whole == (whole.version - version > 8)
+                assert news.applied_to(before) == told[whole.version]
+        assert list(told[whole.version]) == sorted(source.versions)
 
     run(main)
 
