@@ -50,7 +50,7 @@ def build_api(
     app = FastAPI(title="lorafleet", lifespan=lifespan)
     models = Models(catalog, resolver, settings)
     tokenization = Tokenization(resolver, prompts, settings)
-    operations = Operations(service)
+    operations = Operations(service, catalog)
     source = service if tracing is None else tracing.traced(service)
     app.post("/v1/chat/completions")(ChatCompletions(source, resolver, prompts).create)
     app.post("/v1/completions")(Completions(source, resolver, prompts).create)

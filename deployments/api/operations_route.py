@@ -7,7 +7,8 @@ import asyncio
 from fastapi.responses import PlainTextResponse
 from starlette.responses import Response
 
-from deployments.service import EngineService
+from deployments.catalog_metrics import render
+from deployments.service import AdapterCatalog, EngineService
 from engine.errors import Unavailable
 
 HEALTH_TIMEOUT_S = 5.0
@@ -15,8 +16,9 @@ METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Operations:
-    def __init__(self, service: EngineService) -> None:
+    def __init__(self, service: EngineService, catalog: AdapterCatalog) -> None:
         self._service = service
+        self._catalog = catalog
 
     async def health(self) -> Response:
         try:
@@ -26,4 +28,5 @@ class Operations:
         return Response(status_code=200)
 
     async def metrics(self) -> Response:
-        return PlainTextResponse(await self._service.metrics_text(), media_type=METRICS_MEDIA_TYPE)
+        page = await self._service.metrics_text() + render(self._catalog.facts())
+        return PlainTextResponse(page, media_type=METRICS_MEDIA_TYPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from fastapi import FastAPI
 
 from deployments.api.build import build_api
 from deployments.api.settings import ApiSettings
-from deployments.service import AdapterRecord, CanaryRecord
+from deployments.service import AdapterRecord, CanaryRecord, CatalogFacts
 from engine.errors import Conflict, ModelNotFound
 from engine.request import AdapterRef, FinishReason, GenerateRequest, OutputDelta, TokenLogprob
 
@@ -114,6 +115,7 @@ class FakeCatalog:
     def __init__(self) -> None:
         self.records: dict[str, AdapterRecord] = {}
         self.resolved: list[str] = []
+        self.lists: list[int] = []  # how many were asked for
         self.failure: Exception | None = None
 
     def add(self, name: str, chat_template: str | None = None) -> None:
@@ -129,8 +131,13 @@ class FakeCatalog:
             raise ModelNotFound("not in the catalog")
         return self.records[name]
 
-    async def list(self) -> list[AdapterRecord]:
-        return list(self.records.values())
+    async def list(self, prefix: str, after: str, limit: int) -> list[AdapterRecord]:
+        self.lists.append(limit)
+        names = sorted(name for name in self.records if name.startswith(prefix) and name > after)
+        return [self.records[name] for name in names[:limit]]
+
+    def facts(self) -> CatalogFacts:
+        return CatalogFacts("file", Counter(record.state for record in self.records.values()))
 
     async def load(self, name: str, uri: str, *, replace: bool) -> None:
         if self.failure is not None:
