@@ -179,6 +179,9 @@ def test_selectors_find_pods_and_ports_have_names(scenario: str) -> None:
     for service in of_kind(scenario, "Service"):
         (ports,) = chosen({"matchLabels": service["spec"]["selector"]})
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    for pool in of_kind(scenario, "InferencePool"):
+        (ports,) = chosen(pool["spec"]["selector"])
+        assert "serve" in ports
     for monitor in of_kind(scenario, "PodMonitor"):
         found = chosen(monitor["spec"]["selector"])
         scraped = {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]}

@@ -12,20 +12,30 @@ import kubernetes_validate
 import pytest
 
 from tests.k8s.crd_schema import strict_schema
-from tests.k8s.manifests import OVERLAYS, ROOT, SCENARIOS, build, pod_templates, ray_service
+from tests.k8s.manifests import OVERLAYS, ROOT, SCENARIOS, build, of_kind, pod_templates, ray_service
 
 KUBERNETES = "1.37"
 CRDS = Path(os.environ.get("KUBERAY_CRDS", ROOT.parent / "shared" / "k8s-crds"))
+NAMESPACE = "lorafleet"
 # of operators, whose schemas are not here; tests of their own look at them
-FOREIGN = ("RayService", "PodMonitor", "PrometheusRule")
+FOREIGN = ("RayService", "PodMonitor", "PrometheusRule", "Gateway", "HTTPRoute", "InferencePool")
+GATEWAY_CRDS = {  # as their projects name the files
+    "Gateway": "gateway.networking.k8s.io_gateways.yaml",
+    "HTTPRoute": "gateway.networking.k8s.io_httproutes.yaml",
+    "InferencePool": "inference.networking.k8s.io_inferencepools.yaml",
+}
+
+
+def validator_of(file: str) -> Any:
+    path = CRDS / file
+    if not path.exists():
+        pytest.skip(f"no {file} in {CRDS}: set KUBERAY_CRDS to a folder with it")
+    return jsonschema.Draft202012Validator(strict_schema(path, "v1"))
 
 
 @pytest.fixture(scope="module")
 def validator() -> Any:
-    path = CRDS / "ray.io_rayservices.yaml"
-    if not path.exists():
-        pytest.skip(f"no KubeRay schemas in {CRDS}: set KUBERAY_CRDS to a folder with them")
-    return jsonschema.Draft202012Validator(strict_schema(path, "v1"))
+    return validator_of("ray.io_rayservices.yaml")
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -52,6 +62,16 @@ def test_the_schema_finds_mistakes(path: tuple[str | int, ...], value: object, v
     assert not validator.is_valid(broken)
 
 
+@pytest.mark.parametrize("kind", GATEWAY_CRDS)
+def test_gateway_objects_are_their_projects(kind: str) -> None:
+    (found,) = of_kind("overlays/inference-gateway", kind)
+    validator = validator_of(GATEWAY_CRDS[kind])
+    assert [f"{error.json_path}: {error.message}" for error in validator.iter_errors(found)] == []
+    broken: Any = copy.deepcopy(found)
+    broken["spec"]["parentRef"] = []
+    assert not validator.is_valid(broken)
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_objects_and_pods_are_kubernetes_own(scenario: str) -> None:
     for found in build(scenario):
@@ -67,7 +87,13 @@ def test_objects_and_pods_are_kubernetes_own(scenario: str) -> None:
 def test_objects_are_different_and_in_one_namespace(scenario: str) -> None:
     names = [(found["kind"], found["metadata"]["name"]) for found in build(scenario)]
     assert len(set(names)) == len(names)
-    assert {f["metadata"].get("namespace", "lorafleet") for f in build(scenario)} == {"lorafleet"}
+    for found in build(scenario):
+        if found["kind"] == "Namespace":
+            assert found["metadata"]["name"] == NAMESPACE
+        else:  # one without a namespace would go where the caller's context points
+            assert found["metadata"].get("namespace") == NAMESPACE, (found["kind"], found["metadata"]["name"])
+    for binding in of_kind(scenario, "RoleBinding"):
+        assert [subject["namespace"] for subject in binding["subjects"]] == [NAMESPACE]
 
 
 def test_overlays_change_something() -> None:

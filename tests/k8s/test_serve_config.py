@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import ray.serve._private.constants as serve_constants
+from opentelemetry.sdk import environment_variables
 from ray.serve.schema import ServeDeploySchema
 
+from deployments import tracing
 from deployments.config import AppArgs
+from deployments.tracing import ENDPOINTS
 from tests.k8s.manifests import (
     ROOT,
     SCENARIOS,
@@ -20,8 +23,11 @@ from tests.k8s.manifests import (
 )
 
 each_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
-# read by Ray, by huggingface_hub and by Triton
-OTHERS_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED", "HF_HOME", "HF_TOKEN", "TRITON_CACHE_DIR"}
+# read by Ray, by huggingface_hub, by Triton and by OpenTelemetry
+OTHERS_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED", "HF_HOME", "HF_TOKEN", "TRITON_CACHE_DIR",
+    environment_variables.OTEL_TRACES_SAMPLER, environment_variables.OTEL_TRACES_SAMPLER_ARG, *ENDPOINTS,
+}  # fmt: skip
 
 
 @each_scenario
@@ -104,3 +110,15 @@ def test_the_cpu_overlays_adapters_are_in_the_image() -> None:
         folder, _, name = uri.rpartition("/")
         assert folder == f"/opt/lorafleet/{target}"
         assert (ROOT / source / name / "adapter_config.json").exists()
+
+
+def test_the_tracing_overlay_turns_tracing_on() -> None:
+    for scenario in ("base", "overlays/tracing"):
+        (ray,) = worker_group(scenario)["template"]["spec"]["containers"]
+        environment = {variable["name"]: variable.get("value", "") for variable in ray["env"]}
+        assert tracing.is_configured(environment) == (scenario != "base")
+
+
+def test_the_image_can_trace() -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    assert text.count("./src[otel]") == text.count("pip install") - 2, "both targets, but for torch"
