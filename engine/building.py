@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +26,15 @@ from engine.runner.cpu import CpuRunner
 from engine.sharding import WHOLE, Shard, shard_shape
 from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join
+from engine.tensor_parallel.costs import LOCAL_CPUS, Batch, Sharding, choose_sharding
 from engine.tensor_parallel.group import Group, GroupRunner
 
 logger = logging.getLogger(__name__)
 
 GROUPS_ON_GPUS = False
 """On two GPUs with NCCL a group's tokens were not those of one GPU: refused until they are."""
+
+TYPICAL_CONTEXT = 1024  # tokens of a request, where adapters and KV are weighed up
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -54,6 +57,7 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     # the other ranks fail as this one does, but this one tells of it
     spec = load_model_spec(config.model)
     shard_shape(spec.shape, Shard(0, config.tensor_parallel_size))
+    config = replace(config, lora_sharding=_lora_sharding(config, spec))
     group = Group(config)
     try:
         built = build_rank(config, Shard(0, config.tensor_parallel_size), str(group.rendezvous))
@@ -95,15 +99,17 @@ def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "")
         eos_token_ids=spec.eos_token_ids,
         model_digest=model_digest(Path(spec.path)),
     )
+    page_elems = shard_shape(spec.shape, shard).local.page_elems(pages.tokens)
     form = ImageFormat(
         spec.shape,
-        shard_shape(spec.shape, shard).local.page_elems(pages.tokens),
+        page_elems,
         plan.dtype,
         config.max_rank,
         max_pool_pages=num_pages - 1,  # one at least is left for KV
         max_host_bytes=config.host_cache_bytes,
         pin_memory=config.device == "cuda",
         shard=shard,
+        is_fully_sharded=_is_split(config),
     )
     logger.info("engine ready in %s", plan.watch)
     return BuiltRank(runner, geometry, form)
@@ -120,6 +126,30 @@ def _plan_rank(config: EngineConfig, shard: Shard, rendezvous: str) -> _RankPlan
         join(shard.rank, shard.world, rendezvous, config.device)
         comm = Ranks([len(shard_shape(spec.shape, Shard(r, shard.world)).vocab) for r in range(shard.world)])
     return _RankPlan(config, spec, dtype, pages, shard, comm, watch)
+
+
+def _lora_sharding(config: EngineConfig, spec: ModelSpec) -> Sharding:
+    """Of a group."""
+    if config.device == "cuda":
+        return "replicate"
+    if config.lora_sharding != "auto":
+        return config.lora_sharding
+    num_ranks, item_bytes = config.tensor_parallel_size, _dtype(config).itemsize
+    pages = plan_pages(config, spec, item_bytes, Shard(0, num_ranks))
+    assert pages.num_pages is not None
+    batch = Batch(
+        rows=min(config.max_num_seqs, config.max_adapters),
+        rank=min(config.typical_rank, config.max_rank),
+        context=min(TYPICAL_CONTEXT, pages.max_model_len),
+    )
+    pool_bytes = pages.num_pages * pages.bytes
+    sharding = choose_sharding(spec.shape, num_ranks, batch, LOCAL_CPUS, item_bytes, pool_bytes)
+    logger.info("lora_sharding is %s for %s", sharding, batch)
+    return sharding
+
+
+def _is_split(config: EngineConfig) -> bool:
+    return config.tensor_parallel_size > 1 and config.lora_sharding == "full"
 
 
 def _core(config: EngineConfig, inbox: Inbox, built: BuiltRank, group: Group | None) -> EngineCore:
@@ -161,6 +191,7 @@ def _on_cpu(plan: _RankPlan) -> tuple[Runner, int]:
         pages.max_model_len,
         poison=plan.config.debug,
         comm=plan.comm,
+        split=shard_shape(plan.spec.shape, plan.shard) if _is_split(plan.config) else None,
     )
     return runner, pages.num_pages
 

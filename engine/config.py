@@ -12,6 +12,7 @@ GIB = 1 << 30
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Fairness = Literal["tokens", "arrival"]
+LoraSharding = Literal["auto", "replicate", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class EngineConfig:
     eviction_policy: EvictionPolicy = "score"  # of adapters and prefix pages, in the pool and in host memory
     pinned_adapters: tuple[str, ...] = ()  # names; never evicted from the pool once they are there
     tensor_parallel_size: int = 1  # ranks of this replica's group, each with a part of base and adapters
+    lora_sharding: LoraSharding = "auto"  # a group's adapters: one side of A and B whole on each rank, or 1/N
+    typical_rank: int = 16  # that most adapters have, for "auto": see engine/tensor_parallel/costs.py
     step_timeout_s: float = 60.0  # an engine whose step takes longer is over
     heartbeat_timeout_s: float = 10.0  # so is an engine process that gives no sign of life
     num_threads: int | None = None  # cpu backend; None: torch's default
@@ -53,13 +56,15 @@ class EngineConfig:
             ("dtype", get_args(Dtype)),
             ("fairness", get_args(Fairness)),
             ("eviction_policy", get_args(EvictionPolicy)),
+            ("lora_sharding", get_args(LoraSharding)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         for name in (
             "page_tokens", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests",
             "max_adapters", "max_rank", "host_cache_bytes", "max_parallel_loads", "load_timeout_s",
-            "disk_cache_bytes", "tensor_parallel_size", "step_timeout_s", "heartbeat_timeout_s",
+            "disk_cache_bytes", "tensor_parallel_size", "typical_rank", "step_timeout_s",
+            "heartbeat_timeout_s",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -68,6 +73,8 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running request decodes one token a step"
             )
+        if self.lora_sharding == "full" and self.device == "cuda":
+            raise ValueError("lora_sharding=full is for cpu groups only")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ValueError(
                 f"gpu_memory_fraction must be above 0 and at most 1, got {self.gpu_memory_fraction}"

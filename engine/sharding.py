@@ -5,8 +5,10 @@ by input, so that two sums over the ranks a layer are all they exchange. A KV he
 where there are more ranks than KV heads, several ranks hold the same one and share its query heads. Parts may
 differ by one head, or by one block of the intermediate size.
 
-An adapter follows its base: A of a column-split projection and B of a row-split one are whole on every rank.
-So its delta is part of the same sums, and needs none of its own.
+An adapter follows its base: B of a projection that is split by output, and A of one that is split by input,
+are split with it. The other side of each is whole on every rank ("replicate"), so that the delta is part of
+the same sums and needs none of its own; or it is cut into rows of the rank ("full"), and each rank holds 1/N
+of the adapter, for four collectives a layer more (kernels.sgmv.split).
 """
 
 from __future__ import annotations
@@ -49,6 +51,44 @@ class ShardedShape:
     local: ModelShape
     parts: tuple[Part, ...]  # of each projection
     vocab: range  # rows of the head
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShard:
+    """What a rank holds of each adapter: some rows and features of A [rank, in] and of B [out, rank]."""
+
+    sharded: ShardedShape
+    is_full: bool  # else one side of each projection is whole
+
+    def rows(self, projection: int, side: int, rank: int) -> range:
+        """Of the `rank` rows of A (side 0) or columns of B (side 1).
+
+        Cut parts are equally long, but the last ones may be shorter, or empty.
+        """
+        shard = self.sharded.shard
+        if not self.is_full or self._is_split(projection, side):
+            return range(rank)
+        each = -(-rank // shard.world)
+        return range(min(rank, shard.rank * each), min(rank, (shard.rank + 1) * each))
+
+    def features(self, projection: int, side: int) -> range:
+        """Of A's `in` or B's `out`."""
+        if self._is_split(projection, side):
+            part = self.sharded.parts[projection]
+            return range(part.start, part.end)
+        return range(self.sharded.full.widths(projection)[side])
+
+    def num_rows(self, projection: int, side: int, rank: int) -> int:
+        return len(self.rows(projection, side, rank))
+
+    def _is_split(self, projection: int, side: int) -> bool:
+        """With the base's weight."""
+        return self.sharded.parts[projection].by_output == (side == 1)
+
+
+def shard_adapters(shape: ModelShape, shard: Shard, is_full: bool) -> AdapterShard:
+    """Raises as `shard_shape`."""
+    return AdapterShard(shard_shape(shape, shard), is_full)
 
 
 def shard_shape(shape: ModelShape, shard: Shard) -> ShardedShape:

@@ -18,6 +18,7 @@ from engine.adapters.checkpoint import AdapterCheckpoint
 from engine.adapters.host_memory import new_pages
 from engine.adapters.layout import (
     ImageLayout,
+    Ranks,
     Tile,
     make_layout,
     num_elements,
@@ -28,7 +29,7 @@ from engine.adapters.layout import (
 from engine.adapters.safetensors_header import TensorEntry
 from engine.errors import AdapterRefused
 from engine.shape import NUM_PROJECTIONS, RANK_BLOCK, ModelShape
-from engine.sharding import WHOLE, Part, Shard, ShardedShape, shard_shape
+from engine.sharding import WHOLE, AdapterShard, Shard, shard_adapters
 
 Bits = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 """A tensor's elements as integers of their size."""
@@ -81,6 +82,7 @@ class ImageFormat:
     max_host_bytes: int | None = None
     pin_memory: bool = False
     shard: Shard = WHOLE  # what of an adapter this image holds
+    is_fully_sharded: bool = False
 
     def check_size(self, modules: Sequence[BoundModule]) -> None:
         """Raises AdapterRefused if their image would be too large. Called before their bytes are read."""
@@ -119,7 +121,9 @@ def fill_pages(checkpoint: AdapterCheckpoint, plan: ImagePlan, pages: torch.Tens
     by_arrival = sorted(checkpoint.modules, key=lambda m: max(m.lora_a.stop, m.lora_b.stop))
     for module in by_arrival:
         for side, entry in enumerate((module.lora_a, module.lora_b)):
-            tensor = _part(checkpoint.tensor(entry), plan.sharded.parts[module.projection], side)
+            tensor = _part(checkpoint.tensor(entry), plan.part, module, side)
+            if tensor.numel() == 0:
+                continue
             source = _bits(tensor.to(pages.dtype))
             if not _are_finite(source, pages.dtype):
                 raise _not_finite(entry, tensor, pages.dtype)
@@ -129,12 +133,12 @@ def fill_pages(checkpoint: AdapterCheckpoint, plan: ImagePlan, pages: torch.Tens
                 np.copyto(elements[tile.offset : tile.offset + rows.size].reshape(rows.shape), rows)
 
 
-def _part(tensor: torch.Tensor, part: Part, side: int) -> torch.Tensor:
+def _part(tensor: torch.Tensor, part: AdapterShard, module: BoundModule, side: int) -> torch.Tensor:
     """What this rank holds of A [rank, in] or of B [out, rank]."""
-    if part.by_output != (side == 1):
-        return tensor
-    rows = slice(part.start, part.end)
-    return tensor[rows] if side == 1 else tensor[:, rows]
+    rows = part.rows(module.projection, side, module.rank)
+    features = part.features(module.projection, side)
+    first, second = (rows, features) if side == 0 else (features, rows)
+    return tensor[first.start : first.stop, second.start : second.stop]
 
 
 def _blocks(source: Bits, side: int) -> Iterator[Bits]:
@@ -164,7 +168,7 @@ def _bits(tensor: torch.Tensor) -> Bits:
 class ImagePlan:
     """What depends on ranks only; most adapters of a fleet share theirs."""
 
-    sharded: ShardedShape
+    part: AdapterShard
     tiles: Mapping[tuple[int, int, int], Sequence[Tile]]  # (layer, projection, side) -> by block
     free: tuple[int, ...]  # as in ImageLayout
     num_elements: int
@@ -174,33 +178,52 @@ class ImagePlan:
 
 def plan_image(form: ImageFormat, modules: Sequence[BoundModule]) -> ImagePlan:
     ranks = tuple((m.layer, m.projection, m.rank) for m in modules)
-    return _make_plan(form.shape, form.shard, form.page_elems, ranks)
+    return _make_plan(form.shape, form.shard, form.is_fully_sharded, form.page_elems, ranks)
 
 
 @functools.lru_cache(maxsize=32)
 def _make_plan(
-    full: ModelShape, shard: Shard, page_elems: int, modules: tuple[tuple[int, int, int], ...]
+    full: ModelShape,
+    shard: Shard,
+    is_fully_sharded: bool,
+    page_elems: int,
+    modules: tuple[tuple[int, int, int], ...],
 ) -> ImagePlan:
     """`modules`: (layer, projection, rank) of each."""
     ranks = {(layer, projection): rank for layer, projection, rank in modules}
-    sharded = shard_shape(full, shard)
-    shape = sharded.local
-    layout = make_layout(shape, ranks, page_elems)
+    part = shard_adapters(full, shard, is_fully_sharded)
+    shape = part.sharded.local
+    layout = make_layout(shape, ranks, page_elems, part.num_rows)
     # the scheduler counts the same pages for all ranks
     page_tokens = page_elems // shape.page_elems(1)
-    others = {shard_shape(full, Shard(r, shard.world)).local for r in range(shard.world)} - {shape}
-    num_pages = max(layout.num_pages, *(pages_needed(o, ranks, o.page_elems(page_tokens)) for o in others), 0)
+    num_pages = max(layout.num_pages, _most_pages(part, page_tokens, ranks))
     tiles: dict[tuple[int, int, int], list[Tile]] = {}
     for tile in sorted(layout.tiles):
         tiles.setdefault((tile.layer, tile.projection, tile.side), []).append(tile)
     return ImagePlan(
-        sharded,
+        part,
         tiles,
         layout.free + (page_elems,) * (num_pages - layout.num_pages),
-        num_elements(shape, ranks),
+        num_elements(shape, ranks, part.num_rows),
         _tile_offsets(layout, shape.num_layers),
         _module_table(shape, torch.int32, ranks),
     )
+
+
+def _most_pages(part: AdapterShard, page_tokens: int, ranks: Ranks) -> int:
+    """Of the other ranks; 0 if they are all like this one."""
+    full, shard = part.sharded.full, part.sharded.shard
+    others = {}
+    for rank in range(shard.world):
+        other = shard_adapters(full, Shard(rank, shard.world), part.is_full)
+        # without cut ranks, those of the same shape hold as much
+        others[other.sharded.local, rank if part.is_full else 0] = other
+    others.pop((part.sharded.local, shard.rank if part.is_full else 0))
+    pages = (
+        pages_needed(shape, ranks, shape.page_elems(page_tokens), other.num_rows)
+        for (shape, _), other in others.items()
+    )
+    return max(pages, default=0)
 
 
 def _tile_offsets(layout: ImageLayout, num_layers: int) -> torch.Tensor:

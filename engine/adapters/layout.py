@@ -15,7 +15,7 @@ tiles fill the gaps that large ones leave.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,12 +47,24 @@ Ranks = Mapping[tuple[int, int], int]
 """(layer, projection) -> rank, of the adapted modules."""
 
 
-def num_elements(shape: ModelShape, ranks: Ranks) -> int:
-    return sum(rank * sum(shape.widths(projection)) for (_, projection), rank in ranks.items())
+RowsOf = Callable[[int, int, int], int]
+"""(projection, side, rank) -> rows of that side that are to be placed."""
 
 
-def pages_needed(shape: ModelShape, ranks: Ranks, page_elems: int) -> int:
-    return make_layout(shape, ranks, page_elems).num_pages
+def all_rows(projection: int, side: int, rank: int) -> int:
+    return rank
+
+
+def num_elements(shape: ModelShape, ranks: Ranks, rows_of: RowsOf = all_rows) -> int:
+    return sum(
+        rows_of(projection, side, rank) * width
+        for (_, projection), rank in ranks.items()
+        for side, width in enumerate(shape.widths(projection))
+    )
+
+
+def pages_needed(shape: ModelShape, ranks: Ranks, page_elems: int, rows_of: RowsOf = all_rows) -> int:
+    return make_layout(shape, ranks, page_elems, rows_of).num_pages
 
 
 def too_many_pages(num_pages: int, capacity: int, page_bytes: int) -> AdapterRefused:
@@ -70,10 +82,10 @@ def too_many_bytes(num_bytes: int, capacity: int) -> AdapterRefused:
     )
 
 
-def make_layout(shape: ModelShape, ranks: Ranks, page_elems: int) -> ImageLayout:
+def make_layout(shape: ModelShape, ranks: Ranks, page_elems: int, rows_of: RowsOf = all_rows) -> ImageLayout:
     free: list[int] = []
     open_pages: list[int] = []  # pages that a tile may still fit
-    tiles = _tiles(shape, ranks)
+    tiles = _tiles(shape, ranks, rows_of)
     smallest = min((tile.rows * tile.width for tile in tiles), default=0)
     placed = []
     for tile in tiles:
@@ -91,13 +103,14 @@ def make_layout(shape: ModelShape, ranks: Ranks, page_elems: int) -> ImageLayout
     return ImageLayout(tuple(placed), tuple(free))
 
 
-def _tiles(shape: ModelShape, ranks: Ranks) -> list[Tile]:
+def _tiles(shape: ModelShape, ranks: Ranks, rows_of: RowsOf) -> list[Tile]:
     """Not placed yet, in the order of placement."""
     widths = [shape.widths(projection) for projection in range(NUM_PROJECTIONS)]
     tiles = []
     for (layer, projection), rank in sorted(ranks.items()):
         for side, width in enumerate(widths[projection]):
-            for block in range(-(-rank // RANK_BLOCK)):
-                rows = min(RANK_BLOCK, rank - block * RANK_BLOCK)
+            num_rows = rows_of(projection, side, rank)
+            for block in range(-(-num_rows // RANK_BLOCK)):
+                rows = min(RANK_BLOCK, num_rows - block * RANK_BLOCK)
                 tiles.append(Tile(layer, projection, side, block, rows, width, offset=-1))
     return sorted(tiles, key=lambda tile: (tile.layer, -tile.rows * tile.width))

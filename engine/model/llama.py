@@ -23,8 +23,10 @@ from kernels.linear import linear
 from kernels.paged_attention import paged_attention, plan_attention
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary_kv_write
-from kernels.sgmv import AdapterViews, ColumnSlice, sgmv
+from kernels.sgmv import AdapterViews, ColumnSlice, SplitViews, sgmv, split_sgmv
 from kernels.silu_mul import silu_mul
+
+Adapters = AdapterViews | SplitViews
 
 
 class LlamaModel:
@@ -53,7 +55,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, pool: torch.Tensor, adapters: AdapterViews | None = None
+        self, batch: ForwardBatch, pool: torch.Tensor, adapters: Adapters | None = None
     ) -> torch.Tensor:
         """Writes the tokens' keys and values into `pool` [num_pages, page_elems]; returns logits [N, V] fp32.
 
@@ -86,7 +88,7 @@ class LlamaModel:
 class _LoraBranch:
     """The linears of one step: base product plus each segment's adapter."""
 
-    def __init__(self, batch: ForwardBatch, adapters: AdapterViews | None) -> None:
+    def __init__(self, batch: ForwardBatch, adapters: Adapters | None) -> None:
         self._segments = tuple(segment for segment in batch.segments if segment.slot >= 0)
         self._adapters = adapters
         assert adapters is not None or not self._segments
@@ -95,7 +97,11 @@ class _LoraBranch:
         self, x: torch.Tensor, weight: torch.Tensor, layer: int, slices: Sequence[ColumnSlice]
     ) -> torch.Tensor:
         y = linear(x, weight)
-        if self._adapters is not None and self._segments:
+        if not self._segments:
+            return y
+        if isinstance(self._adapters, SplitViews):
+            split_sgmv(y, x, self._segments, self._adapters, layer, slices)
+        elif self._adapters is not None:
             sgmv(y, x, self._segments, self._adapters, layer, slices)
         return y
 

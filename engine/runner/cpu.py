@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from engine.adapters.image import AdapterImage
-from engine.model.llama import LlamaModel
+from engine.model.llama import Adapters, LlamaModel
 from engine.model.loading import LlamaWeights
 from engine.model.spec import ModelSpec
 from engine.plan import StepPlan
@@ -18,8 +18,9 @@ from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import SamplingState
 from engine.shape import NUM_PROJECTIONS
+from engine.sharding import ShardedShape
 from engine.tensor_parallel.comm import ALONE, Comm
-from kernels.sgmv import AdapterViews, absolute_offsets
+from kernels.sgmv import AdapterViews, SplitViews, absolute_offsets
 
 
 class CpuRunner:
@@ -35,13 +36,17 @@ class CpuRunner:
         max_model_len: int,
         poison: bool = False,
         comm: Comm = ALONE,
+        split: ShardedShape | None = None,
     ) -> None:
-        """`poison`: fill freed pages with NaN, so that a read of what is not there any more shows."""
+        """`poison`: fill freed pages with NaN, so that a read of what is not there any more shows.
+
+        `split`: adapters are fully sharded, like this.
+        """
         shape = spec.shape
         self._page_tokens = page_tokens
         self._model = LlamaModel(spec, weights, max_model_len, comm)
         self._pool = torch.zeros(num_pages, shape.page_elems(page_tokens), dtype=weights.embed.dtype)
-        self._adapters = AdapterViews(self._pool, [shape.widths(p) for p in range(NUM_PROJECTIONS)])
+        self._adapters = _views(self._pool, spec, comm, split)
         self._sampler = Sampler(spec.eos_token_ids)
         self._states: dict[str, SamplingState] = {}
         self._sampled: list[SampledToken] = []
@@ -91,3 +96,11 @@ class CpuRunner:
         return [
             SampledToken(*row) for row in zip(request_ids, sampled.token_ids, sampled.logprobs, strict=True)
         ]
+
+
+def _views(pool: torch.Tensor, spec: ModelSpec, comm: Comm, split: ShardedShape | None) -> Adapters:
+    widths = [spec.shape.widths(p) for p in range(NUM_PROJECTIONS)]
+    if split is None:
+        return AdapterViews(pool, widths)
+    by_output = [part.by_output for part in split.parts]
+    return SplitViews(pool, widths, by_output, split.shard.rank, split.shard.world, comm)

@@ -1,4 +1,7 @@
-"""What the ranks of a group exchange in a step: two sums a layer, and the parts of the logits."""
+"""What the ranks of a group exchange in a step: two sums a layer, and the parts of the logits.
+
+With fully sharded adapters also what lies between their A and B.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,12 @@ class Comm(Protocol):
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         """Of each rank its columns, side by side in order of rank: [N, own] -> [N, all]."""
 
+    def gather_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Of each rank its [size], in order of rank: [N, size]."""
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' [N, size]; each rank gets its row: [size]."""
+
     def least(self, value: int) -> int:
         """Of all ranks'."""
 
@@ -34,6 +43,12 @@ class Alone:
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def gather_parts(self, x: torch.Tensor) -> torch.Tensor:
+        return x[None]
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return x[0]
+
     def least(self, value: int) -> int:
         return value
 
@@ -48,6 +63,7 @@ class Ranks:
         """`widths`: columns that each rank gives to `gather_columns`."""
         self.can_be_captured = dist.get_backend() == "nccl"
         self.num_reduced = 0  # sums so far; those of a captured graph count once
+        self.num_exchanged = 0  # of what lies between A and B
         self._widths = list(widths)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -66,6 +82,18 @@ class Ranks:
         dist.all_gather(parts, own.contiguous())
         columns = zip(parts, self._widths, strict=True)
         return torch.cat([part[:, :width] for part, width in columns], dim=1).to(x.device)
+
+    def gather_parts(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_exchanged += 1
+        parts = x.new_empty(len(self._widths) * len(x))
+        dist.all_gather_single(parts, x)
+        return parts.view(-1, len(x))
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_exchanged += 1
+        own = x.new_empty(x.shape[1])
+        dist.reduce_scatter_single(own, x.view(-1))
+        return own
 
     def least(self, value: int) -> int:
         values = torch.tensor([value], device="cuda" if self.can_be_captured else "cpu")

@@ -4,6 +4,7 @@
 """
 
 from kernels.sgmv.cpu import AdapterViews, sgmv
+from kernels.sgmv.split import SplitViews, split_sgmv
 from kernels.sgmv.table import RANK_BLOCK, AdapterTable, ColumnSlice, Segment, absolute_offsets
 
 __all__ = [
@@ -12,6 +13,8 @@ __all__ = [
     "AdapterViews",
     "ColumnSlice",
     "Segment",
+    "SplitViews",
     "absolute_offsets",
     "sgmv",
+    "split_sgmv",
 ]

@@ -39,6 +39,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     **{name: {"rank": 8, "targets": [name]} for name in ALL_LINEAR},
+    "r3-all": {"rank": 3, "targets": ALL_LINEAR},
     "r4-all": {"rank": 4, "targets": ALL_LINEAR},
     "r24-all": {"rank": 24, "targets": ALL_LINEAR, "use_rslora": True},
 }
@@ -78,7 +79,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def engine(setup: Setup) -> Iterator[Engine]:
-    engine = setup.engine(2)
+    engine = setup.engine(2, lora_sharding="replicate")
     yield engine
     engine.close()
 
@@ -86,12 +87,32 @@ def engine(setup: Setup) -> Iterator[Engine]:
 def test_two_ranks_equal_one_and_take_two_sums_a_layer(setup: Setup, engine: Engine) -> None:
     """FR-38, FR-45; sums with adapters, all projections of them, as without."""
     check_equal(setup, engine)
-    comm = comm_of(engine)
     for name in (None, "r24-all"):
-        steps, sums = engine.core.stats.steps, comm.num_reduced
-        engine.generate([prompt(0, 9)], GREEDY, [name])
-        assert comm.num_reduced - sums == 2 * 2 * (engine.core.stats.steps - steps)
-    check_bytes(setup, engine)
+        assert collectives_a_layer(engine, name) == (2, 0)
+    check_bytes(setup, engine, 2, is_full=False)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_fully_sharded_adapters_give_the_same_for_four_small_collectives_a_layer(
+    setup: Setup, num_ranks: int
+) -> None:
+    if num_ranks > load_model_spec(str(setup.base)).shape.num_kv_heads == 3:
+        pytest.skip("four ranks cannot share three KV heads")
+    engine = setup.engine(num_ranks, lora_sharding="full")
+    check_equal(setup, engine)
+    for name, num_exchanged in ((None, 0), ("r24-all", 4), ("k_proj", 1), ("down_proj", 1)):
+        assert collectives_a_layer(engine, name) == (2, num_exchanged)
+    check_bytes(setup, engine, num_ranks, is_full=True)
+    engine.close()
+
+
+def collectives_a_layer(engine: Engine, name: str | None) -> tuple[float, float]:
+    """Of the base and of adapters, in every step of a request."""
+    comm, stats = comm_of(engine), engine.core.stats
+    steps, sums, exchanges = stats.steps, comm.num_reduced, comm.num_exchanged
+    engine.generate([prompt(0, 9)], GREEDY, [name])
+    layers = 2 * (stats.steps - steps)
+    return (comm.num_reduced - sums) / layers, (comm.num_exchanged - exchanges) / layers
 
 
 def check_equal(setup: Setup, engine: Engine) -> None:
@@ -105,19 +126,20 @@ def check_equal(setup: Setup, engine: Engine) -> None:
     assert [o.token_ids for o in sampled] == [o.token_ids for o in setup.sampled]
 
 
-def check_bytes(setup: Setup, engine: Engine) -> None:
-    """The whole A of projections split by output, and the whole B of the others."""
-    rank, num_ranks = 4, 2
+def check_bytes(setup: Setup, engine: Engine, num_ranks: int, is_full: bool) -> None:
+    """A of projections split by output, and B of the others, are whole or cut into rows of the rank."""
+    rank = 24
     full = load_model_spec(str(setup.base)).shape
     sharded = shard_shape(full, Shard(0, num_ranks))
     elements = 0
     for projection, part in enumerate(sharded.parts):
         in_features, out_features = full.widths(projection)
-        whole = in_features if part.by_output else out_features
-        elements += full.num_layers * rank * (whole + part.end - part.start)
-    image = engine.core.manager.image(engine.core.manager.names["r4-all"])
-    assert int((image.pages != 0).sum()) <= elements
-    assert int((image.pages != 0).sum()) > 0.99 * elements
+        other = in_features if part.by_output else out_features
+        elements += rank * (part.end - part.start) + (rank // num_ranks if is_full else rank) * other
+    image = engine.core.manager.image(engine.core.manager.names["r24-all"])
+    assert image.report["bytes"] == 4 * full.num_layers * elements
+    assert int((image.pages != 0).sum()) <= full.num_layers * elements
+    assert int((image.pages != 0).sum()) > 0.99 * full.num_layers * elements
 
 
 def test_four_ranks_share_two_kv_heads(tmp_path: Path) -> None:

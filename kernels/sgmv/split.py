@@ -1,0 +1,185 @@
+"""The CPU op where each rank of a group holds 1/N of an adapter.
+
+After S-LoRA (Sheng et al., 2023, arXiv:2311.03285), section 6. The base's weight is split by output or by
+input, and B or A with it. The other side is cut into rows of the adapter's rank; `each` = rank / N, rounded
+up. What the ranks exchange is as narrow as an adapter's rank:
+
+    by output:  h_own  [T, each] = x     @ A_own.T   all-gather      h     [T, rank]   y_own  += h     @ B_own
+    by input:   h_part [T, rank] = x_own @ A_own.T   reduce-scatter  h_own [T, each]   y_part += h_own @ B_own
+
+S-LoRA takes an all-reduce for the second one and cuts B by output. The reduce-scatter is half of that, and
+is enough if B is cut by rank: then the ranks' y_part, which the base sums up anyway, hold the delta together.
+One collective for all segments and all projections that share an input: four a layer (q k v; o; gate up;
+down), none where no segment has an adapter for them. h is exchanged in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.sgmv.table import RANK_BLOCK, ColumnSlice, Segment
+
+
+class Exchange(Protocol):
+    def gather_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Of each rank its [size], in order of rank: [N, size]."""
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' [N, size]; each rank gets its row: [size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """One adapted projection. Tiles are views of the pool, with the first row of the rank that they hold."""
+
+    a: tuple[tuple[int, torch.Tensor], ...]  # [rows, in]
+    b: tuple[tuple[int, torch.Tensor], ...]  # [rows, out]
+    rank: int
+    each: int  # rows of the rank that a part has, the last ones fewer
+    scale: float
+
+
+class SplitViews:
+    """Views into the pool by adapter slot. A page must not change its owner while a slot points at it."""
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        widths: Sequence[tuple[int, int]],
+        by_output: Sequence[bool],
+        rank: int,
+        world: int,
+        exchange: Exchange,
+    ) -> None:
+        """By projection: `widths` = (in, out) features on this rank, and how the base's weight is split."""
+        self.by_output = tuple(by_output)
+        self.world = world
+        self.exchange = exchange
+        self._rank = rank
+        self._elements = pool.view(-1)
+        self._widths = tuple(widths)
+        self._slots: dict[int, list[list[_Module | None]]] = {}  # slot -> layer -> projection
+
+    def put(self, slot: int, tile_offsets: torch.Tensor, ranks: torch.Tensor, scales: torch.Tensor) -> None:
+        """Arguments as in AdapterTable.put. `ranks`: of the whole adapter."""
+        rows = zip(tile_offsets.tolist(), ranks.tolist(), scales.tolist(), strict=True)
+        self._slots[slot] = [
+            [self._module(projection, *module) for projection, module in enumerate(zip(*layer, strict=True))]
+            for layer in rows
+        ]
+
+    def clear(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+
+    def layer(self, slot: int, layer: int) -> Sequence[_Module | None]:
+        """By projection; None: the adapter does not touch it."""
+        return self._slots[slot][layer]
+
+    def _module(self, projection: int, offsets: list[list[int]], rank: int, scale: float) -> _Module | None:
+        if rank == 0:
+            return None
+        each = -(-rank // self.world)
+        own = min(each, max(0, rank - self._rank * each))
+        num_rows = (own, rank) if self.by_output[projection] else (rank, own)
+        a, b = (
+            tuple(
+                (row, self._view(offset, min(RANK_BLOCK, rows - row), width))
+                for row, offset in zip(range(0, rows, RANK_BLOCK), side, strict=False)
+            )
+            for rows, side, width in zip(num_rows, offsets, self._widths[projection], strict=True)
+        )
+        return _Module(a, b, rank, each, scale)
+
+    def _view(self, offset: int, rows: int, width: int) -> torch.Tensor:
+        return self._elements[offset : offset + rows * width].view(rows, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A segment's part in the exchange for one projection: [num_tokens, each] from `offset`."""
+
+    module: _Module
+    segment: slice  # tokens
+    columns: slice  # of y
+    offset: int
+    num_tokens: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.num_tokens * self.module.each
+
+    def own(self, part: torch.Tensor) -> torch.Tensor:
+        """View of [size]: [num_tokens, each]."""
+        return part[self.offset : self.stop].view(self.num_tokens, self.module.each)
+
+    def all(self, parts: torch.Tensor) -> torch.Tensor:
+        """View of [N, size]: [num_tokens, N, each]."""
+        block = parts[:, self.offset : self.stop].view(len(parts), self.num_tokens, self.module.each)
+        return block.transpose(0, 1)
+
+
+def split_sgmv(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    segments: Sequence[Segment],
+    adapters: SplitViews,
+    layer: int,
+    slices: Sequence[ColumnSlice],
+) -> None:
+    """As kernels.sgmv.reference, on this rank's part of `x` or `y`; all ranks must call it alike."""
+    blocks = _blocks(segments, adapters, layer, slices)
+    if not blocks:
+        return
+    size = blocks[-1].stop
+    by_output = adapters.by_output[slices[0].projection]
+    # zeros: where the last parts are shorter, nothing is written
+    shape = (size,) if by_output else (adapters.world, size)
+    hidden = torch.zeros(shape, dtype=torch.float32)
+    for block in blocks:
+        width = block.module.each if by_output else block.module.each * adapters.world
+        shrunk = torch.zeros(block.num_tokens, width)
+        _shrink(shrunk, x[block.segment], block.module)
+        if by_output:
+            block.own(hidden).copy_(shrunk)
+        else:
+            block.all(hidden).copy_(shrunk.view(block.num_tokens, adapters.world, -1))
+    hidden = adapters.exchange.gather_parts(hidden) if by_output else adapters.exchange.reduce_scatter(hidden)
+    for block in blocks:
+        h = block.all(hidden).flatten(1) if by_output else block.own(hidden)
+        _expand(y[block.segment, block.columns], h, block.module)
+
+
+def _blocks(
+    segments: Sequence[Segment], adapters: SplitViews, layer: int, slices: Sequence[ColumnSlice]
+) -> list[_Block]:
+    blocks = []
+    offset = 0
+    for slot, start, end in segments:
+        if slot < 0:
+            continue
+        modules = adapters.layer(slot, layer)
+        for projection, first, last in slices:
+            module = modules[projection]
+            if module is not None:
+                block = _Block(module, slice(start, end), slice(first, last), offset, end - start)
+                offset = block.stop
+                blocks.append(block)
+    return blocks
+
+
+def _shrink(h: torch.Tensor, x: torch.Tensor, module: _Module) -> None:
+    wide = x.float()
+    for row, a in module.a:
+        h[:, row : row + len(a)] = wide @ a.float().T
+
+
+def _expand(y: torch.Tensor, h: torch.Tensor, module: _Module) -> None:
+    wide = y.float()  # y itself, if that is float32
+    for row, b in module.b:
+        wide.addmm_(h[:, row : row + len(b)], b.float(), alpha=module.scale)
+    if wide is not y:
+        y.copy_(wide)
