@@ -23,7 +23,7 @@ _ENGINE_FLAGS = {
     "max_num_seqs": int,
     "max_num_batched_tokens": int, "max_queued_requests": int, "max_adapters": int, "max_rank": int,
     "host_cache_bytes": int, "max_parallel_loads": int, "load_timeout_s": float, "num_threads": int,
-    "disk_cache_dir": str, "disk_cache_bytes": int,
+    "disk_cache_dir": str, "disk_cache_bytes": int, "lora_sharding": str, "typical_rank": int,
 }  # fmt: skip
 
 

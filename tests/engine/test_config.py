@@ -19,6 +19,7 @@ NUMBERS = [
         "debug",
         "fairness",
         "eviction_policy",
+        "lora_sharding",
         "pinned_adapters",
         "disk_cache_dir",
     )
@@ -64,6 +65,12 @@ def test_every_running_request_must_be_able_to_decode_in_one_step() -> None:
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(7\) must be at least max_num_seqs \(8\)"):
         EngineConfig("model", max_num_seqs=8, max_num_batched_tokens=7)
     EngineConfig("model", max_num_seqs=8, max_num_batched_tokens=8)
+
+
+def test_fully_sharded_adapters_are_refused_on_gpus() -> None:
+    with pytest.raises(ValueError, match="lora_sharding=full is for cpu groups only"):
+        EngineConfig("model", device="cuda", lora_sharding="full")
+    EngineConfig("model", device="cuda", lora_sharding="auto")
 
 
 def test_it_is_not_mutated() -> None:
