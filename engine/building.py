@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from engine.adapters.host_memory import HostArena
 from engine.adapters.image import ImageFormat
 from engine.adapters.loader import AdapterLoader
 from engine.adapters.manager import AdapterManager
@@ -107,7 +108,7 @@ def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "")
         config.max_rank,
         max_pool_pages=num_pages - 1,  # one at least is left for KV
         max_host_bytes=config.host_cache_bytes,
-        pin_memory=config.device == "cuda",
+        arena=HostArena(page_elems, plan.dtype, is_pinned=config.device == "cuda"),
         shard=shard,
         is_fully_sharded=_is_split(config),
     )

@@ -71,9 +71,10 @@ def measure(rank: int, source: str, rounds: int) -> dict[str, Any]:
     plan = plan_image(FORMAT, checkpoint.modules)
     recycled = best(lambda: fill_pages(checkpoint, plan, image.pages), rounds)
     fresh = best(lambda: pack(checkpoint, FORMAT), rounds)
-    other = torch.empty_like(image.pages)
-    memcpy = best(lambda: other.copy_(image.pages), rounds)
-    memcpy_fresh = best(lambda: image.pages.clone(), rounds)
+    pages = torch.cat(list(image.pages))
+    other = torch.empty_like(pages)
+    memcpy = best(lambda: other.copy_(pages), rounds)
+    memcpy_fresh = best(lambda: pages.clone(), rounds)
     return {
         "rank": rank,
         "source": source,
@@ -105,7 +106,7 @@ def random_checkpoint(rank: int, dtype: torch.dtype) -> AdapterCheckpoint:
 
 
 def check(image: AdapterImage, checkpoint: AdapterCheckpoint) -> None:
-    elements = image.pages.view(-1)
+    elements = torch.cat(list(image.pages))
     for module in checkpoint.modules:
         sides = (checkpoint.tensor(module.lora_a), checkpoint.tensor(module.lora_b).T)
         for side, tensor in enumerate(sides):

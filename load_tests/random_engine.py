@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from engine.adapters.host_memory import HostArena
 from engine.adapters.image import AdapterImage
 from engine.adapters.layout import make_layout
 from engine.adapters.loader import LoadResult
@@ -107,10 +108,10 @@ def random_image(rank: int, shape: ModelShape = SHAPE) -> AdapterImage:
     offsets = torch.full((shape.num_layers, NUM_PROJECTIONS, 2, -(-rank // 16)), -1, dtype=torch.int64)
     for tile in layout.tiles:
         offsets[tile.layer, tile.projection, tile.side, tile.block] = tile.offset
-    pages = torch.empty(
-        layout.num_pages, shape.page_elems(PAGE_TOKENS), dtype=torch.bfloat16, pin_memory=True
-    )
-    pages.normal_(0.0, 0.02)
+    arena = HostArena(shape.page_elems(PAGE_TOKENS), torch.bfloat16, is_pinned=True)
+    pages = arena.take(layout.num_pages)
+    for page in pages:
+        page.normal_(0.0, 0.02)
     modules = (shape.num_layers, NUM_PROJECTIONS)
     return AdapterImage(
         digest="",

@@ -1,13 +1,20 @@
-"""Host memory of the sizes that adapters have."""
+"""Host memory of the sizes that adapters have: read buffers, and pages of images."""
 
 from __future__ import annotations
 
 import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import overload
 
+import numpy as np
 import torch
 
 _MIN_HUGE_BYTES = 4 << 20
+_SLAB_BYTES = 64 << 20
 
 
 def new_buffer(num_bytes: int) -> memoryview:
@@ -20,9 +27,75 @@ def new_buffer(num_bytes: int) -> memoryview:
     return memoryview(memory)
 
 
-def new_pages(num_pages: int, page_elems: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-    """[num_pages, page_elems]; its content is arbitrary."""
-    if pin_memory:
-        return torch.empty((num_pages, page_elems), dtype=dtype, pin_memory=True)
-    buffer = new_buffer(num_pages * page_elems * dtype.itemsize)
-    return torch.frombuffer(buffer, dtype=dtype).view(num_pages, page_elems)
+class HostPages(Sequence[torch.Tensor]):
+    """An image's pages, each [page_elems], anywhere in an arena: there are no gaps that nothing fits."""
+
+    __slots__ = ("__weakref__", "_pages")
+
+    def __init__(self, pages: Sequence[torch.Tensor]) -> None:
+        self._pages = tuple(pages)
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[torch.Tensor, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        return self._pages[index]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._pages)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(page.nbytes for page in self._pages)
+
+
+class HostArena:
+    """Pages of one size, in slabs that are never given back: what an image leaves, the next one takes.
+
+    Fresh memory costs page faults, locking it for the GPU's copies costs more, and freeing locked memory would
+    wait for the GPU. May be used by several threads.
+    """
+
+    def __init__(self, page_elems: int, dtype: torch.dtype, is_pinned: bool = False) -> None:
+        """`is_pinned`: page-locked, so that copies to the GPU run beside everything else."""
+        self.num_bytes = 0  # of all slabs
+        self._page_elems = page_elems
+        self._dtype = dtype
+        self._is_pinned = is_pinned
+        self._lock = threading.Lock()  # between those who take
+        # pages come back without the lock, from finalisers, which run wherever they happen to
+        self._free: deque[torch.Tensor] = deque()
+
+    def take(self, num_pages: int) -> HostPages:
+        """Their content is arbitrary. They come back when the result is dropped."""
+        with self._lock:
+            while len(self._free) < num_pages:
+                self._free.extend(self._new_slab())
+            taken = [self._free.pop() for _ in range(num_pages)]
+        pages = HostPages(taken)
+        weakref.finalize(pages, self._free.extend, taken).atexit = False
+        return pages
+
+    def _new_slab(self) -> tuple[torch.Tensor, ...]:
+        page_bytes = self._page_elems * self._dtype.itemsize
+        num_pages = max(1, _SLAB_BYTES // page_bytes)
+        buffer = new_buffer(num_pages * page_bytes)
+        if self._is_pinned:
+            _pin(buffer)
+        self.num_bytes += buffer.nbytes
+        return torch.frombuffer(buffer, dtype=self._dtype).view(num_pages, self._page_elems).unbind()
+
+
+def _pin(buffer: memoryview) -> None:
+    """For as long as this process lives."""
+    memory = np.frombuffer(buffer, np.uint8)
+    # faults first: the driver would take them one by one, with launches of other threads waiting for it
+    memory[:: mmap.PAGESIZE] = 0
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))

@@ -15,7 +15,7 @@ import torch
 
 from engine.adapters.binding import BoundModule
 from engine.adapters.checkpoint import AdapterCheckpoint
-from engine.adapters.host_memory import new_pages
+from engine.adapters.host_memory import HostArena, HostPages
 from engine.adapters.layout import (
     ImageLayout,
     Ranks,
@@ -47,8 +47,9 @@ class AdapterImage:
     """A tile is contiguous: some rows of A, [rows, in], or of B transposed, [rows, out]."""
 
     digest: str
-    pages: torch.Tensor  # [num_pages, page_elems], of the pool's dtype; gaps are zero
-    # int64 [layers, projections, A or B, rank blocks]: elements from the start of `pages`, -1: no such tile
+    pages: HostPages  # of the pool's dtype; gaps are zero
+    # int64 [layers, projections, A or B, rank blocks]: elements from the start of the first page, as if the
+    # others followed it; -1: no such tile
     tile_offsets: torch.Tensor
     ranks: torch.Tensor  # int32 [layers, projections]; 0: not adapted
     scales: torch.Tensor  # float32 [layers, projections]
@@ -58,7 +59,7 @@ class AdapterImage:
 
     @property
     def num_pages(self) -> int:
-        return self.pages.shape[0]
+        return len(self.pages)
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +81,7 @@ class ImageFormat:
     max_rank: int
     max_pool_pages: int | None = None  # that one adapter can have
     max_host_bytes: int | None = None
-    pin_memory: bool = False
+    arena: HostArena | None = None  # where images lie; None: each in memory of its own
     shard: Shard = WHOLE  # what of an adapter this image holds
     is_fully_sharded: bool = False
 
@@ -98,7 +99,8 @@ def pack(checkpoint: AdapterCheckpoint, form: ImageFormat) -> AdapterImage:
     """Raises AdapterRefused, naming the tensor, for values that are not finite in the image's dtype."""
     shape = form.shape
     plan = plan_image(form, checkpoint.modules)
-    pages = new_pages(len(plan.free), form.page_elems, form.dtype, form.pin_memory)
+    arena = form.arena or HostArena(form.page_elems, form.dtype)
+    pages = arena.take(len(plan.free))
     fill_pages(checkpoint, plan, pages)
     return AdapterImage(
         digest=checkpoint.digest,
@@ -113,24 +115,26 @@ def pack(checkpoint: AdapterCheckpoint, form: ImageFormat) -> AdapterImage:
     )
 
 
-def fill_pages(checkpoint: AdapterCheckpoint, plan: ImagePlan, pages: torch.Tensor) -> None:
+def fill_pages(checkpoint: AdapterCheckpoint, plan: ImagePlan, pages: HostPages) -> None:
     """Raises as `pack`. PyTorch casts; numpy moves the elements, as integers: it transposes twice as fast."""
     for page, free in zip(pages, plan.free, strict=True):
         page[len(page) - free :] = 0
-    elements = _bits(pages.view(-1))
+    dtype, page_elems = pages[0].dtype, len(pages[0])
+    elements = [_bits(page) for page in pages]
     by_arrival = sorted(checkpoint.modules, key=lambda m: max(m.lora_a.stop, m.lora_b.stop))
     for module in by_arrival:
         for side, entry in enumerate((module.lora_a, module.lora_b)):
             tensor = _part(checkpoint.tensor(entry), plan.part, module, side)
             if tensor.numel() == 0:
                 continue
-            source = _bits(tensor.to(pages.dtype))
-            if not _are_finite(source, pages.dtype):
-                raise _not_finite(entry, tensor, pages.dtype)
+            source = _bits(tensor.to(dtype))
+            if not _are_finite(source, dtype):
+                raise _not_finite(entry, tensor, dtype)
             for tile, rows in zip(
                 plan.tiles[module.layer, module.projection, side], _blocks(source, side), strict=True
             ):
-                np.copyto(elements[tile.offset : tile.offset + rows.size].reshape(rows.shape), rows)
+                number, start = divmod(tile.offset, page_elems)
+                np.copyto(elements[number][start : start + rows.size].reshape(rows.shape), rows)
 
 
 def _part(tensor: torch.Tensor, part: AdapterShard, module: BoundModule, side: int) -> torch.Tensor:

@@ -7,7 +7,8 @@ go in order, and the layers of a step wait for their part of the weights only; t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,8 @@ NUM_PARTS = 4  # of a copy, each with an event of its own
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    image: AdapterImage  # its memory must stay until the copy is done
+    slot: int
+    image: AdapterImage  # its memory must stay until the copy is done, also if the adapter is gone by then
     done: list[torch.cuda.Event]  # of each part
     parts: list[int]  # of each layer: the last part that it needs
 
@@ -35,11 +37,12 @@ class AdapterCopies:
         self._pool = pool
         self._table = table
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._in_flight: dict[int, _Copy] = {}  # by slot
+        self._in_flight: deque[_Copy] = deque()  # in the order in which they end
+        self._by_slot: dict[int, _Copy] = {}
 
     def evict(self, slot: int) -> None:
         self.wait([slot])  # its pages are about to be others'
-        self._in_flight.pop(slot, None)
+        self._by_slot.pop(slot, None)
         self._table.clear(slot)
 
     def start(self, load: AdapterLoad, image: AdapterImage, last_step: torch.cuda.Event) -> None:
@@ -53,7 +56,8 @@ class AdapterCopies:
                 for first in range(0, image.num_pages, pages_each)
             ]
         parts = [page // pages_each for page in _last_pages(image)]
-        self._in_flight[load.slot] = _Copy(image, done, parts)
+        self._by_slot[load.slot] = _Copy(load.slot, image, done, parts)
+        self._in_flight.append(self._by_slot[load.slot])
         offsets = absolute_offsets(image.tile_offsets, load.page_ids, self._pool.shape[1])
         device = self._pool.device
         row = (to_device(tensor, device) for tensor in (offsets, image.ranks, image.scales))
@@ -71,15 +75,14 @@ class AdapterCopies:
             torch.cuda.current_stream().wait_event(copy.done[copy.parts[layer]])
 
     def _unfinished(self, slots: Iterable[int]) -> list[_Copy]:
-        if not self._in_flight:
-            return []
-        for slot, copy in list(self._in_flight.items()):
-            if copy.done[-1].query():  # type: ignore[no-untyped-call]
-                del self._in_flight[slot]
-        return [self._in_flight[slot] for slot in slots if slot in self._in_flight]
+        while self._in_flight and self._in_flight[0].done[-1].query():  # type: ignore[no-untyped-call]
+            copy = self._in_flight.popleft()
+            if self._by_slot.get(copy.slot) is copy:
+                del self._by_slot[copy.slot]
+        return [self._by_slot[slot] for slot in slots if slot in self._by_slot]
 
-    def _copy_pages(self, pages: torch.Tensor, page_ids: tuple[int, ...]) -> torch.cuda.Event:
-        for page, page_id in zip(pages.unbind(), page_ids, strict=False):
+    def _copy_pages(self, pages: Sequence[torch.Tensor], page_ids: tuple[int, ...]) -> torch.cuda.Event:
+        for page, page_id in zip(pages, page_ids, strict=False):
             self._pool[page_id].copy_(page, non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
@@ -90,7 +93,7 @@ def _last_pages(image: AdapterImage) -> list[int]:
     """Of each layer: the last page that it or a layer before has a tile in."""
     last_tiles = image.tile_offsets.flatten(1).max(dim=1).values.cummax(dim=0).values
     # a layer without tiles needs what the one before needs, the first one nothing
-    pages: list[int] = (last_tiles.clamp(min=0) // image.pages.shape[1]).tolist()
+    pages: list[int] = (last_tiles.clamp(min=0) // len(image.pages[0])).tolist()
     return pages
 
 

@@ -82,7 +82,8 @@ class CpuRunner:
     def close(self) -> None: ...
 
     def _load(self, image: AdapterImage, slot: int, page_ids: tuple[int, ...]) -> None:
-        self._pool[list(page_ids)] = image.pages
+        for page, page_id in zip(image.pages, page_ids, strict=True):
+            self._pool[page_id] = page
         offsets = absolute_offsets(image.tile_offsets, page_ids, self._pool.shape[1])
         self._adapters.put(slot, offsets, image.ranks, image.scales)
 

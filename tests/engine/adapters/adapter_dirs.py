@@ -108,11 +108,16 @@ def load(
     return load_image(str(path), ImageFormat(shape, page_elems, dtype, max_rank))
 
 
+def all_elements(image: AdapterImage) -> torch.Tensor:
+    """A copy, page after page."""
+    return torch.cat(list(image.pages))
+
+
 def unpack(image: AdapterImage, shape: ModelShape, layer: int, projection: str) -> Tensors:
     """A [rank, in] and B [out, rank] of one module, read tile by tile as a kernel does."""
     index = PROJECTIONS.index(projection)
     rank = int(image.ranks[layer, index])
-    elements = image.pages.view(-1)
+    elements = all_elements(image)
     sides = {}
     for side, width in enumerate(shape.widths(index)):
         tiles = []

@@ -178,7 +178,7 @@ def test_memory_is_counted_in_the_serving_dtype(name: str, dtype: torch.dtype, t
     (variant,) = [v for v in case["variants"] if v["name"] == name]
     image = load(write_case(tmp_path / "a", variant), dtype=dtype)
     num_elements = sum(shape[0] * shape[1] for _, shape, *_ in variant["tensors"].values())
-    assert image.pages.dtype == dtype
+    assert image.pages[0].dtype == dtype
     assert image.report["bytes"] == num_elements * dtype.itemsize
     for tensor, (on_disk, shape, *_) in variant["tensors"].items():
         *_, layer, _, projection, side, _ = tensor.split(".")

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.adapters.host_memory import HostArena
 from engine.adapters.loading import load_image
 from engine.adapters.reader import FileReader
 from engine.errors import AdapterRefused, Unavailable
@@ -59,8 +60,9 @@ def test_an_adapter_that_never_rests_is_a_503(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_an_image_for_a_device_is_in_pinned_memory(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "a")
-    image = load_image(str(path), replace(FORMAT, pin_memory=True))
-    assert image.pages.is_pinned()
+    arena = HostArena(FORMAT.page_elems, FORMAT.dtype, is_pinned=True)
+    image = load_image(str(path), replace(FORMAT, arena=arena))
+    assert all(page.is_pinned() for page in image.pages)
 
 
 @pytest.fixture(scope="module")

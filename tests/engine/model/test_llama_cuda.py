@@ -62,7 +62,8 @@ class Both:
 
     def _put(self, slot: int, image: AdapterImage, first: int) -> int:
         page_ids = tuple(range(first, first + image.num_pages))
-        self.pool[list(page_ids)] = image.pages
+        for page, page_id in zip(image.pages, page_ids, strict=True):
+            self.pool[page_id] = page
         offsets = absolute_offsets(image.tile_offsets, page_ids, self.pool.shape[1])
         self.views.put(slot, offsets, image.ranks, image.scales)
         self.table.put(slot, offsets, image.ranks, image.scales)

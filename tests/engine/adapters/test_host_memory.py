@@ -1,0 +1,81 @@
+"""Pages of images come from slabs and go back there."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+
+import torch
+
+from engine.adapters.host_memory import HostArena, HostPages
+
+PAGE_ELEMS = 1 << 20  # 32 pages of 2 MiB a slab
+SLAB = 64 << 20
+
+
+def arena() -> HostArena:
+    return HostArena(PAGE_ELEMS, torch.bfloat16)
+
+
+def addresses(pages: HostPages) -> set[int]:
+    return {page.data_ptr() for page in pages}
+
+
+def test_pages_are_as_asked_for() -> None:
+    pages = arena().take(40)
+    assert len(pages) == 40
+    assert len(addresses(pages)) == 40
+    assert {(page.shape, page.dtype) for page in pages} == {((PAGE_ELEMS,), torch.bfloat16)}
+    assert pages.nbytes == 40 * PAGE_ELEMS * 2
+
+
+def test_what_an_image_leaves_the_next_one_takes() -> None:
+    memory = arena()
+    first = memory.take(20)
+    held = addresses(first)
+    del first
+    gc.collect()
+    assert len(addresses(memory.take(20)) & held) == 20
+
+
+def test_mixed_sizes_leave_no_gaps() -> None:
+    """Adapters of many ranks come and go: no more slabs than the most pages held at once need."""
+    memory = arena()
+    rng = random.Random(0)
+    held: list[HostPages] = []
+    most = 0
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            held.pop(rng.randrange(len(held)))
+        else:
+            held.append(memory.take(rng.randrange(1, 160)))
+        most = max(most, sum(map(len, held)))
+        assert sum(map(len, held)) == len(set().union(*map(addresses, held)) if held else ())
+    assert memory.num_bytes == -(-most * PAGE_ELEMS * 2 // SLAB) * SLAB
+
+
+def test_a_page_larger_than_a_slab() -> None:
+    memory = HostArena(SLAB, torch.float32)
+    assert len(memory.take(2)) == 2
+    assert memory.num_bytes == 2 * SLAB * 4
+
+
+def test_threads_never_share_a_page() -> None:
+    memory = arena()
+    clashes = []
+
+    def use(number: int) -> None:
+        for _ in range(200):
+            pages = memory.take(7)
+            for page in pages:
+                page[0] = number
+            if any(page[0] != number for page in pages):
+                clashes.append(number)
+
+    threads = [threading.Thread(target=use, args=[number]) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not clashes
