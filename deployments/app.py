@@ -6,13 +6,14 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from deployments.catalog_deployment import CatalogDeployment, CatalogSettings
 from deployments.config import AppArgs
 from deployments.engine_deployment import EngineDeployment
-from deployments.engine_replica import ENGINE_CLIENT, ReplicaSettings
+from deployments.engine_replica import ENGINE_CLIENT, TOLD_FOR_S, ReplicaSettings
 from deployments.ingress import IngressDeployment, IngressSettings
+from deployments.scaling_policy import POLICY
 
 LOGGING = {"enable_access_log": False}  # the API's own log has what is needed
 ROUTER = "router.residency_router.ResidencyRouter"
@@ -60,7 +61,7 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Appli
         serve.deployment(EngineDeployment)
         .options(
             name=ENGINE,
-            num_replicas=args.num_replicas,
+            **_size(args),
             # enough in reserve to fill seats as they come free, and not a queue behind one replica's back
             max_ongoing_requests=2 * engine.max_num_seqs,
             max_queued_requests=engine.max_queued_requests,
@@ -75,6 +76,23 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Appli
         )
         .bind(engine, settings, catalog)
     )
+
+
+def _size(args: AppArgs) -> dict[str, Any]:
+    scaling = args.autoscaling
+    if scaling is None:
+        return {"num_replicas": args.num_replicas}
+    config = AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        initial_replicas=args.num_replicas,
+        max_replicas=scaling.max_replicas,
+        policy=AutoscalingPolicy(policy_function=POLICY),
+        # what is wanted has lasted already
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        look_back_period_s=TOLD_FOR_S,
+    )
+    return {"autoscaling_config": config}
 
 
 def _catalog(args: AppArgs) -> Application:
@@ -96,6 +114,7 @@ def _catalog(args: AppArgs) -> Application:
                 ENGINE,
                 args.engine_config().load_timeout_s,
                 args.engine_config().max_adapters,
+                args.autoscaling.bounds() if args.autoscaling else None,
             )
         )
     )

@@ -13,12 +13,14 @@ from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
 
+from deployments.fleet_scaler import FleetScaler
 from deployments.fleet_service import Replicas
 from deployments.wire import from_answer, to_answer
 from engine.adapters.source import describe, open_source, read_chat_template
 from engine.errors import Unavailable
 from engine.request import AdapterRef
 from engine.wire import encode_ref
+from router.autoscaling import Bounds
 from router.catalog import Catalog
 from router.catalog_entry import Snapshot
 from router.catalog_store import open_state
@@ -34,6 +36,7 @@ class CatalogSettings:
     engine_deployment: str  # its name
     load_timeout_s: float
     max_kept: int  # named adapters that every replica has
+    scaling: Bounds | None = None
 
 
 class CatalogDeployment:
@@ -52,7 +55,10 @@ class CatalogDeployment:
             source, settings.static, describe, read_chat_template, state, fleet, settings.max_kept
         )
         await self._catalog.refresh()
-        self._following = asyncio.create_task(self._catalog.run())
+        self._following = [asyncio.create_task(self._catalog.run())]
+        if settings.scaling is not None:
+            scaler = FleetScaler(settings.scaling, fleet.broadcast, self._catalog.lookup)
+            self._following.append(asyncio.create_task(scaler.run()))
 
     async def call(self, method: str, *args: Any) -> dict[str, Any]:
         """One of the methods of `CatalogService`."""
@@ -67,8 +73,9 @@ class CatalogDeployment:
         return await to_answer(refs())
 
     async def check_health(self) -> None:
-        if self._following.done():
-            await self._following
+        for task in self._following:
+            if task.done():
+                await task
 
 
 class CatalogHandle:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from engine.config import EngineConfig
+from router.autoscaling import Bounds
 from router.policy import DEFAULT_MAX_WAIT_S, DEFAULT_MEMORY_S, DEFAULT_SLACK
 
 _ENGINE_OPTIONS = frozenset(f.name for f in fields(EngineConfig)) - {
@@ -27,6 +28,26 @@ class RouterArgs(BaseModel):
     max_wait_s: float = Field(default=DEFAULT_MAX_WAIT_S, gt=0)  # for a replica, else refused
 
 
+class AutoscalingArgs(BaseModel):
+    """By tokens, pages, queues and adapters: see `router.autoscaling`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_replicas: int = Field(default=1, ge=0)  # 0: none while nobody asks; the next request starts one
+    max_replicas: int = Field(ge=1)
+    upscale_delay_s: float = Field(default=10.0, ge=0)  # that there must be too few
+    downscale_delay_s: float = Field(default=600.0, ge=0)  # that there must be too many
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("autoscaling: min_replicas is above max_replicas")
+        return self
+
+    def bounds(self) -> Bounds:
+        return Bounds(self.min_replicas, self.max_replicas, self.upscale_delay_s, self.downscale_delay_s)
+
+
 class AppArgs(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -37,7 +58,8 @@ class AppArgs(BaseModel):
     device: Literal["cpu", "cuda"] = "cpu"
     engine: dict[str, Any] = {}  # other fields of EngineConfig
 
-    num_replicas: int = Field(default=1, ge=1)
+    num_replicas: int = Field(default=1, ge=1)  # with `autoscaling`: to begin with
+    autoscaling: AutoscalingArgs | None = None
     num_ingress_replicas: int = Field(default=1, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     router: RouterArgs = RouterArgs()
@@ -76,6 +98,17 @@ class AppArgs(BaseModel):
             )
         self.engine_config()
         return self
+
+    @model_validator(mode="after")
+    def _begins_within_bounds(self) -> Self:
+        scaling = self.autoscaling
+        if scaling and not scaling.min_replicas <= self.num_replicas <= scaling.max_replicas:
+            raise ValueError("num_replicas is not between autoscaling's min_replicas and max_replicas")
+        return self
+
+    @property
+    def most_replicas(self) -> int:
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
 
     def engine_config(self) -> EngineConfig:
         values = {

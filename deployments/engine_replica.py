@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.coalesce import coalesce
+from deployments.fleet_scaler import encode_load
 from deployments.metrics_server import MetricsServer
 from deployments.replica_books import ReplicaBooks, routing_stats
 from deployments.request_times import RequestTimes, placed
+from deployments.scaling_policy import WANTED
 from deployments.wire import encode_deltas, encode_error, to_answer
 from engine.config import EngineConfig
 from engine.errors import AdapterRefused, EngineDead, LorafleetError, Unavailable
@@ -25,6 +27,7 @@ from engine.wire import decode_ref, decode_request
 logger = logging.getLogger(__name__)
 
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # for what a replica needs before it serves
+TOLD_FOR_S = 15.0  # what the autoscaler wanted so long ago it may want no more
 ENGINE_CLIENT = "engine.client:EngineClient"
 
 
@@ -57,6 +60,7 @@ class EngineReplica:
         self._client = getattr(importlib.import_module(module), name)(engine)
         self._watching: asyncio.Task[None]
         self._metrics: MetricsServer | None = None
+        self._wanted: tuple[int, float] | None = None  # replicas of the fleet, and when that was told
 
     @property
     def metrics_port(self) -> int | None:
@@ -147,6 +151,23 @@ class EngineReplica:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         return {"max_num_seqs": self._config.max_num_seqs, "max_adapters": self._config.max_adapters}
+
+    async def scaling(self, wanted: int | None) -> dict[str, Any]:
+        """Tells its load, see `router.autoscaling`, and is told how many replicas the fleet should have."""
+        now = time.monotonic()
+        if wanted is not None:
+            self._wanted = wanted, now
+        return encode_load(await self._client.stats(), self._books.wanted(now), self._replica_id)
+
+    async def take_over(self, refs: dict[str, list[dict[str, str]]]) -> dict[str, Any]:
+        """`refs`: replica id -> adapters; load ours, because another replica may go."""
+        answers = [await self.load_adapter(ref) for ref in refs.get(self._replica_id, ())]
+        return {"errors": [answer["error"] for answer in answers if "error" in answer]}
+
+    async def record_autoscaling_stats(self) -> dict[str, int]:
+        if self._wanted is None or time.monotonic() - self._wanted[1] > TOLD_FOR_S:
+            return {}
+        return {WANTED: self._wanted[0]}
 
     async def check_health(self) -> None:
         if not self._client.is_alive:

@@ -111,7 +111,7 @@ class Server:
         if "RAY_ADDRESS" not in os.environ:
             cluster = {
                 "address": "local",
-                "num_cpus": self._args.num_replicas + SPARE_CPUS,
+                "num_cpus": self._args.most_replicas + SPARE_CPUS,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
             }
@@ -173,6 +173,10 @@ def environment(listen: Listen, given: Mapping[str, str]) -> dict[str, str]:
         # Ray's own ports are open to the network; who cannot show this token is turned away
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # a proxy that died is replaced after three looks; Serve's own 10 s made that half a minute
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
+        # how late Serve hears what its replicas were told of the fleet's size; its own are 10 s
+        "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "2",
         # a lost engine's GPU is not held for the time of a graceful stop
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     }
@@ -186,5 +190,5 @@ def _share_cpus(args: AppArgs) -> AppArgs:
     """Ray gives an actor one thread, and torch would take all of the machine for each replica."""
     if args.device != "cpu" or "num_threads" in args.engine or "RAY_ADDRESS" in os.environ:
         return args
-    num_threads = max(1, len(os.sched_getaffinity(0)) // args.num_replicas)
+    num_threads = max(1, len(os.sched_getaffinity(0)) // args.most_replicas)
     return args.model_copy(update={"engine": {**args.engine, "num_threads": num_threads}})

@@ -16,6 +16,9 @@ from engine.stats import BASE, Histogram
 
 # an adapter that nobody has asked for lately can give its slot to another one
 UNUSED_AFTER_S = 10.0
+# and one that nobody has asked for so long need not be warm elsewhere when its replica goes
+UNWANTED_AFTER_S = 60.0
+MAX_WANTED = 256  # the latest used ones
 # adapters that the router is told of: the latest used ones of a tier. Serve gives routers whole values and
 # may skip some, so there are no deltas; one not named is found by its home, where routers sent it before
 MAX_NAMED = {"hbm": 256, "loading": 64, "host": 128}
@@ -91,6 +94,15 @@ class ReplicaBooks:
 
     def in_use(self) -> set[str]:
         return {name for name, book in self._adapters.items() if book.in_flight} - {BASE}
+
+    def wanted(self, now: float) -> list[str]:
+        """Adapters that had requests lately, or have some."""
+        names = {
+            name
+            for name, book in self._adapters.items()
+            if book.in_flight or now - book.last_used <= UNWANTED_AFTER_S
+        }
+        return self.latest(names - {BASE}, MAX_WANTED)
 
     def latest(self, adapters: set[str], count: int) -> list[str]:
         """Those used latest, sorted by name; in use is latest."""

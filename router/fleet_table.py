@@ -180,7 +180,7 @@ class FleetTable:
         and a replica that comes or goes moves only its own adapters.
         """
         seeds = self._seeds if of is None else self._seeds[[r.place for r in of]]
-        return mix(seeds ^ np.uint64(hash64(adapter)))
+        return rendezvous(adapter, seeds)
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self.replicas)
@@ -237,6 +237,11 @@ class FleetTable:
 def hash64(name: str) -> int:
     """The same in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def rendezvous(adapter: str, seeds: Scores) -> Scores:
+    """`seeds`: hashes of replica ids."""
+    return mix(seeds ^ np.uint64(hash64(adapter)))
 
 
 def mix(x: Scores) -> Scores:

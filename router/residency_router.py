@@ -22,7 +22,7 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.request_router import (
     FIFOMixin,
     MultiplexMixin,
@@ -118,7 +118,7 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Raises BackPressureError if it would wait too long, or did."""
+        """Raises BackPressureError, or DeploymentUnavailableError, if it would wait too long, or did."""
         now = time.monotonic()
         if self._would_wait_too_long(now):
             raise self._refusal()
@@ -177,8 +177,11 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
             return False
         return self._num_waiting * busy_s > self._max_wait_s * (self._num_ended + 1)
 
-    def _refusal(self) -> BackPressureError:
-        return BackPressureError(self._num_waiting, self._num_waiting)
+    def _refusal(self) -> Exception:
+        error: Exception = BackPressureError(self._num_waiting, self._num_waiting)
+        if not self._table.replicas:  # none is there yet, or again
+            error = DeploymentUnavailableError(self._deployment_id)
+        return error
 
     def _forget(self, replica_id: str) -> None:
         self._selected.pop(replica_id, None)

@@ -15,7 +15,7 @@ from ray.serve._private.common import (
     ReplicaID,
     RequestMetadata,
 )
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
 
 from router.residency_router import BASE_ID, ResidencyRouter, _route_request
@@ -296,6 +296,18 @@ def test_nobody_waits_longer_than_the_bound() -> None:
         router = build(busy("full", "sql"))
         router._max_wait_s = 0.1
         with pytest.raises(BackPressureError):
+            await route(router, request("sql"))
+
+    run(main())
+
+
+def test_a_fleet_of_none_is_unavailable_not_full() -> None:
+    """A request that wakes a fleet waits for it, so long at most; 503 tells the client more than 429."""
+
+    async def main() -> None:
+        router = build()
+        router._max_wait_s = 0.1
+        with pytest.raises(DeploymentUnavailableError):
             await route(router, request("sql"))
 
     run(main())
