@@ -80,26 +80,32 @@ class S3Source:
 class S3Folder:
     parallel_reads = 8  # one connection gets tens of MB/s
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, kind: str = "adapter") -> None:
+        """`kind`: of what is there, for errors."""
         self._uri = uri.rstrip("/")
         self._bucket, self._prefix = _parse(uri)
         self._name = self._prefix.rpartition("/")[2] or self._bucket
+        self._subject = f"{kind} {self._name!r}"
 
     def list_files(self) -> AdapterListing:
-        root = f"{self._prefix}/" if self._prefix else ""
-        with _mapped(f"adapter {self._name!r}"):
-            entries = _list_objects(self._bucket, root, delimiter="/")
-            files = [_as_file(entry["Key"][len(root) :], entry) for entry in entries]
+        files = self.list_all()
         if all(file.name != CONFIG_FILE for file in files):
-            raise ModelNotFound(f"no adapter {self._name!r}: there is no {CONFIG_FILE}")
+            raise ModelNotFound(f"no {self._subject}: there is no {CONFIG_FILE}")
         return make_listing(self._name, self._uri, files)
+
+    def list_all(self) -> list[AdapterFile]:
+        """Whatever their names."""
+        root = f"{self._prefix}/" if self._prefix else ""
+        with _mapped(self._subject):
+            entries = _list_objects(self._bucket, root, delimiter="/")
+            return [_as_file(entry["Key"][len(root) :], entry) for entry in entries]
 
     def read(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> None:
         done = num_reads = 0
         while done < len(view):
             if num_reads > MAX_RESUMES:
                 raise Unavailable(
-                    f"adapter {self._name!r}: {file.name} broke off {num_reads} times",
+                    f"{self._subject}: {file.name} broke off {num_reads} times",
                     retry_after_s=RETRY_AFTER_S,
                 )
             if num_reads:
@@ -111,7 +117,7 @@ class S3Folder:
 
     def _read_body(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> int:
         """How many bytes there were before the body ended or broke off."""
-        with _mapped(f"adapter {self._name!r}"):
+        with _mapped(self._subject):
             response = _client().get_object(
                 Bucket=self._bucket,
                 Key=f"{self._prefix}/{file.name}" if self._prefix else file.name,
@@ -119,7 +125,7 @@ class S3Folder:
                 Range=f"bytes={offset}-{offset + len(view) - 1}",
             )
         if response.get("ContentLength") != len(view):  # the server does not know ranges
-            raise Unavailable(f"adapter {self._name!r}: S3 answers with other bytes than were asked for")
+            raise Unavailable(f"{self._subject}: S3 answers with other bytes than were asked for")
         done = 0
         with closing(response["Body"]) as body, suppress(BotoCoreError, HTTPError, OSError):
             # the stubs take a file where botocore takes a buffer
