@@ -8,12 +8,14 @@ Model: Llama-3-8B shape, bf16, random weights; all-linear adapters, in host memo
   copy      an adapter of rank 16 from pinned memory into the pool, nothing else running
   ttft      64 prompt tokens: the first token of a cold adapter against the same adapter resident, alone and
             beside 64 streams of 64 other resident adapters; median of 15
-  storm     64 streams of 64 resident adapters; 64 requests for 64 others come at once, 64 + 16 tokens: time
-            between two tokens of the streams, storm of cold adapters against storm of resident ones
+  storm     64 streams of 64 resident adapters; 64 requests for 64 others come at once, of 1 or 64 prompt
+            tokens and 16 output tokens: time between two tokens of the streams, cold storm against resident
+            storm (prompts of 1 token: next to no prefill, so that copies would show)
   thrash    16 adapters of rank 16 in turn, 12 requests a second, 512 + 64 tokens: median time to first token
             with 8 slots against 16
   slora-s2  the workload of S-LoRA (arXiv:2311.03285): ranks 64, 32, 16, 8 in turn, adapters uniform, prompts
-            and outputs uniform in [8, 512), Poisson arrivals of 20 a second; n adapters behind one replica
+            and outputs uniform in [8, 512), Poisson arrivals of 20 a second; n adapters behind one replica.
+            Saturated: the same requests, 64 of them at any time
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ class Bench:
             row(case, "cold, more than resident", cold - resident, "ms", must),
         ]
 
-    def storm(self) -> list[Row]:
+    def storm(self, num_prompt: int) -> list[Row]:
         streams = [f"stream-{i}" for i in range(NUM_STREAMS)]
         others = [f"other-{i}" for i in range(64)]
         client = self.client(dict.fromkeys(streams + others, 16))
@@ -179,28 +181,23 @@ class Bench:
         for kind in ("cold", "resident"):
             began = time.perf_counter()
             for name in others:
-                client.send(f"{kind} {name}", 64, 16, name)
+                client.send(f"{kind} {name}", num_prompt, 16, name)
             client.run_until(lambda k=kind: all(is_over(client, f"{k} {name}", 16) for name in others))  # type: ignore[misc]
             gaps[kind] = client.timeline.gaps(streams, began, time.perf_counter())
             client.turns(20)
         stop(client)
         p99 = {kind: percentile(values, 0.99) * 1e3 for kind, values in (gaps | {"calm": calm}).items()}
+        case = f"storm, prompts of {num_prompt}"
         return [
-            row("storm", "p99 between tokens, before", p99["calm"], "ms"),
-            row("storm", "p99 between tokens, resident adapters", p99["resident"], "ms"),
-            row("storm", "p99 between tokens, cold adapters", p99["cold"], "ms"),
-            row("storm", "cold over resident", (p99["cold"] / p99["resident"] - 1) * 100, "%", 5),
+            row(case, "p99 between tokens, before", p99["calm"], "ms"),
+            row(case, "p99 between tokens, resident adapters", p99["resident"], "ms"),
+            row(case, "p99 between tokens, cold adapters", p99["cold"], "ms"),
+            row(case, "cold over resident", (p99["cold"] / p99["resident"] - 1) * 100, "%", 5),
         ]
 
     def slora_s2(self, num_adapters: int, seconds: float) -> list[Row]:
-        # arrivals and lengths are the same for any number of adapters
-        rng, popularity = random.Random(42), random.Random(43)
-        client = self.client({f"a{i}": (64, 32, 16, 8)[i % 4] for i in range(num_adapters)})
-        arrivals = []
-        for i, arrival in enumerate(list(poisson(rng, 20.0, seconds))):
-            adapter = f"a{popularity.randrange(num_adapters)}"
-            request = client.make(f"r{i}", rng.randrange(8, 512), rng.randrange(8, 512), adapter)
-            arrivals.append((arrival, request))
+        client = self.client(slora_ranks(num_adapters))
+        arrivals = list(slora_requests(client, num_adapters, seconds))
         took = client.replay(arrivals)
         ttfts = [client.timeline.ttft(request.request_id) * 1e3 for _, request in arrivals]
         num_tokens = sum(map(len, client.timeline.tokens.values()))
@@ -213,6 +210,25 @@ class Bench:
             row(case, "TTFT p99", percentile(ttfts, 0.99), "ms"),
             row(case, "hits in HBM", 100 * hits / (hits + loads), "%"),
         ]
+
+    def slora_s2_saturated(self, num_adapters: int, seconds: float) -> list[Row]:
+        client = self.client(slora_ranks(num_adapters))
+        requests = [request for _, request in slora_requests(client, num_adapters, 2 * seconds)]
+        requests.reverse()
+        running = 64
+        for _ in range(running):
+            client.submit(requests.pop(), time.perf_counter())
+        started = time.perf_counter()
+        # to the first moment without another request: how it ends would be another measurement
+        while requests:
+            for _ in range(running - len(client.engine.core.requests)):
+                if requests:
+                    client.submit(requests.pop(), time.perf_counter())
+            client.turn()
+        took = time.perf_counter() - started
+        num_tokens = sum(map(len, client.timeline.tokens.values()))
+        stop(client)
+        return [row(f"slora-s2, saturated, n={num_adapters}", "throughput", num_tokens / took, "tok/s")]
 
     def thrash(self, seconds: float) -> list[Row]:
         medians = []
@@ -231,6 +247,21 @@ class Bench:
             row("thrash", "TTFT p50, 8 slots", thrashes, "ms"),
             row("thrash", "8 slots over 16", thrashes / fits, "x", 3),
         ]
+
+
+def slora_ranks(num_adapters: int) -> dict[str, int]:
+    return {f"a{i}": (64, 32, 16, 8)[i % 4] for i in range(num_adapters)}
+
+
+def slora_requests(
+    client: Client, num_adapters: int, seconds: float
+) -> Iterator[tuple[float, GenerateRequest]]:
+    """Arrivals and lengths are the same for any number of adapters."""
+    rng, popularity = random.Random(42), random.Random(43)
+    for i, arrival in enumerate(list(poisson(rng, 20.0, seconds))):
+        adapter = f"a{popularity.randrange(num_adapters)}"
+        request = client.make(f"r{i}", rng.randrange(8, 512), rng.randrange(8, 512), adapter)
+        yield arrival, request
 
 
 def start_streams(client: Client, names: Sequence[str]) -> None:
@@ -301,13 +332,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for rank in (16, 64):
         for num_streams in (0, NUM_STREAMS):
             add(*bench.ttft(rank, num_streams))
-    add(*bench.storm())
-    first = 0.0
-    for num_adapters in (5, 100, 1000, 2000):
-        measured = bench.slora_s2(num_adapters, args.seconds)
-        first = first or measured[0]["value"]
-        drop = (1 - measured[0]["value"] / first) * 100
-        add(*measured, row(f"slora-s2, n={num_adapters}", "throughput below n=5", drop, "%", 10))
+    for num_prompt in (1, 64):
+        add(*bench.storm(num_prompt))
+    for run in (bench.slora_s2, bench.slora_s2_saturated):
+        first = 0.0
+        for num_adapters in (5, 100, 1000, 2000):
+            measured = run(num_adapters, args.seconds)
+            first = first or measured[0]["value"]
+            drop = (1 - measured[0]["value"] / first) * 100
+            add(*measured, row(measured[0]["case"], "throughput below n=5", drop, "%", 10))
     add(*bench.thrash(args.seconds / 2))
     if args.out:
         conditions = {"gpu": torch.cuda.get_device_name(), "torch": f"torch {torch.__version__}"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,13 +12,13 @@ import torch
 from engine.adapters.host_memory import HostArena
 from engine.adapters.image import AdapterImage
 from engine.adapters.layout import make_layout
-from engine.adapters.loader import LoadResult
+from engine.adapters.loader import AdapterLoader, LoadResult
 from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
 from engine.core import EngineCore, Geometry
 from engine.errors import AdapterRefused
 from engine.events import TokenEvent
-from engine.loop import EngineLoop
+from engine.loop import EngineLoop, Inbox
 from engine.model.loading import LlamaWeights, allocate_weights
 from engine.model.spec import ModelSpec, RopeSpec
 from engine.request import AdapterRef, GenerateRequest
@@ -55,7 +55,7 @@ class HostLoader:
 
 
 class RandomEngine:
-    """Adapters are all-linear; `ranks`: of each name."""
+    """Adapters are all-linear; `ranks`: of each name. `make_loader`: what reads them, from `source`/name."""
 
     def __init__(
         self,
@@ -65,28 +65,33 @@ class RandomEngine:
         max_model_len: int,
         ranks: Mapping[str, int],
         shape: ModelShape = SHAPE,
+        make_loader: Callable[[Inbox], AdapterLoader] | None = None,
+        source: str = "random:/",
     ) -> None:
         page_bytes = shape.page_elems(PAGE_TOKENS) * 2
         geometry = Geometry(num_pages, PAGE_TOKENS, page_bytes, max_model_len, SHAPE.vocab_size, ())
-        self._loader = HostLoader(dict(ranks), shape)
-        manager = AdapterManager(self._loader, config.host_cache_bytes, len(ranks) or 1)
+        inbox: Inbox = queue.SimpleQueue()
+        self._source = source
+        self._host = HostLoader(dict(ranks), shape)
+        self.loader = self._host if make_loader is None else make_loader(inbox)
+        manager = AdapterManager(self.loader, config.host_cache_bytes, len(ranks) or 1)
         self.core = EngineCore(config, geometry, runner, manager, time.monotonic)
-        self._loop = EngineLoop(self.core, queue.SimpleQueue())
+        self._loop = EngineLoop(self.core, inbox)
 
     def read(self, names: Iterable[str]) -> None:
-        """Into host memory."""
+        """Into host memory, random ones."""
         for name in names:
-            self.core.prefetch(_ref(name))
-        for result in self._loader.done:
+            self.core.prefetch(self._ref(name))
+        for result in self._host.done:
             self.core.on_loaded(result)
-        self._loader.done.clear()
+        self._host.done.clear()
 
     def request(
         self, request_id: str, prompt: Sequence[int], num_output: int, adapter: str | None
     ) -> GenerateRequest:
         """Greedy, and it ignores EOS."""
         params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, seed=0)
-        ref = None if adapter is None else _ref(adapter)
+        ref = None if adapter is None else self._ref(adapter)
         return GenerateRequest(request_id, tuple(prompt), params, ref)
 
     def turn(self) -> list[TokenEvent]:
@@ -97,9 +102,8 @@ class RandomEngine:
                 raise event.error
         return events
 
-
-def _ref(name: str) -> AdapterRef:
-    return AdapterRef(name, "random", name)
+    def _ref(self, name: str) -> AdapterRef:
+        return AdapterRef(name, f"{self._source}/{name}", name)
 
 
 def random_image(rank: int, shape: ModelShape = SHAPE) -> AdapterImage:
