@@ -1,6 +1,6 @@
 """What cold adapters cost, those who ask for them and everybody else, on one GPU.
 
-    python -m load_tests.cold_bench [--out load_tests/results] [--seconds 30]
+    python -m load_tests.cold_bench [--out load_tests/results] [--seconds 20]
 
 Model: Llama-3-8B shape, bf16, random weights; all-linear adapters, in host memory before the clock starts
 (equal bytes under different digests). Requests are greedy and ignore EOS. Seed 0.
@@ -213,7 +213,7 @@ class Bench:
 
     def slora_s2_saturated(self, num_adapters: int, seconds: float) -> list[Row]:
         client = self.client(slora_ranks(num_adapters))
-        requests = [request for _, request in slora_requests(client, num_adapters, 2 * seconds)]
+        requests = [request for _, request in slora_requests(client, num_adapters, seconds)]
         requests.reverse()
         running = 64
         for _ in range(running):
@@ -318,7 +318,7 @@ def write_results(rows: list[Row], conditions: dict[str, str], directory: Path) 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of arrivals in an open-loop case")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in an open-loop case")
     args = parser.parse_args(argv)
     rows: list[Row] = []
 
