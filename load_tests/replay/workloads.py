@@ -55,7 +55,9 @@ def slora(n: int, duration_s: float, rate: float = 100.0, seed: int = 0) -> Work
     """`rate` requests a second: more than a replica can serve, so that throughput is what is compared."""
     rng = random.Random(42 + seed)
     ranks = tuple(itertools.islice(itertools.cycle((64, 32, 16, 8)), n))
-    return _build(f"slora-s2 n={n}", ranks, duration_s, rate, rng, lambda: int(rng.random() * n), _uniform)
+    return _build(
+        f"slora-s2 n={n}", ranks, duration_s, rate, rng, lambda: int(rng.random() * n), uniform_lengths
+    )
 
 
 def punica(popularity: str, duration_s: float, rate: float = 7.0, seed: int = 0) -> Workload:
@@ -65,19 +67,25 @@ def punica(popularity: str, duration_s: float, rate: float = 7.0, seed: int = 0)
         numbers = itertools.count()
         ranks = (16,) * num_requests
         return _build(
-            "punica-distinct", ranks, duration_s, rate, rng, lambda: next(numbers) % num_requests, _punica
+            "punica-distinct",
+            ranks,
+            duration_s,
+            rate,
+            rng,
+            lambda: next(numbers) % num_requests,
+            punica_lengths,
         )
     n = 24
-    pick = _weighted(rng, [1.5**-i for i in range(n)])
-    return _build("punica-skewed", (16,) * n, duration_s, rate, rng, pick, _punica)
+    pick = weighted(rng, [1.5**-i for i in range(n)])
+    return _build("punica-skewed", (16,) * n, duration_s, rate, rng, pick, punica_lengths)
 
 
 def chameleon(duration_s: float, rate: float = 20.0, n: int = 500, seed: int = 0) -> Workload:
     rng = random.Random(7 + seed)
     classes = (8, 16, 32, 64, 128)
     ranks = tuple(classes[i % len(classes)] for i in range(n))
-    pick = _weighted(rng, [1.0 / (1 + i // len(classes)) for i in range(n)])
-    return _build("chameleon", ranks, duration_s, rate, rng, pick, _conversation)
+    pick = weighted(rng, [1.0 / (1 + i // len(classes)) for i in range(n)])
+    return _build("chameleon", ranks, duration_s, rate, rng, pick, conversation_lengths)
 
 
 def zipf(
@@ -86,16 +94,16 @@ def zipf(
     rng = random.Random(11 + seed)
     n = 1000
     ranks = tuple(rng.choice((8, 16, 32, 64)) for _ in range(n))
-    pick = _weighted(rng, [(i + 1) ** -exponent for i in range(n)])
+    pick = weighted(rng, [(i + 1) ** -exponent for i in range(n)])
     name = f"zipf-{exponent}" + ("" if host_bytes == HOST_BYTES else f" {host_bytes // GIB} GiB host")
-    return _build(name, ranks, duration_s, rate, rng, pick, _uniform, 1 / 3, host_bytes)
+    return _build(name, ranks, duration_s, rate, rng, pick, uniform_lengths, 1 / 3, host_bytes)
 
 
 def thrash(fits: bool, duration_s: float, rate: float = 35.0, seed: int = 0) -> Workload:
     rng = random.Random(3 + seed)
     n = int(POOL_PAGES * (0.5 if fits else 2.0)) // pages_of(16)
     name = "thrash (fits)" if fits else "thrash"
-    return _build(name, (16,) * n, duration_s, rate, rng, lambda: rng.randrange(n), _uniform)
+    return _build(name, (16,) * n, duration_s, rate, rng, lambda: rng.randrange(n), uniform_lengths)
 
 
 def standard(scale: float = 1.0, seed: int = 0) -> list[Callable[[], Workload]]:
@@ -140,21 +148,21 @@ def _build(
     return Workload(name, ranks, tuple(arrivals), duration_s, host_bytes=host_bytes)
 
 
-def _weighted(rng: random.Random, weights: list[float]) -> Callable[[], int]:
+def weighted(rng: random.Random, weights: list[float]) -> Callable[[], int]:
     cumulative = list(itertools.accumulate(weights))
     return lambda: rng.choices(range(len(weights)), cum_weights=cumulative)[0]
 
 
-def _uniform(rng: random.Random) -> tuple[int, int]:
+def uniform_lengths(rng: random.Random) -> tuple[int, int]:
     return rng.randrange(8, 512), rng.randrange(8, 512)
 
 
-def _punica(rng: random.Random) -> tuple[int, int]:
+def punica_lengths(rng: random.Random) -> tuple[int, int]:
     num_prompt = min(1900, max(2, int(18.0 * rng.lognormvariate(0.0, 0.8) - 1.0)))
     total = max(num_prompt + 1, rng.randrange(2, 2048))
     return num_prompt, total - num_prompt
 
 
-def _conversation(rng: random.Random) -> tuple[int, int]:
+def conversation_lengths(rng: random.Random) -> tuple[int, int]:
     num_prompt = min(4000, max(8, int(rng.lognormvariate(6.0, 0.9))))
     return num_prompt, min(1000, max(4, int(rng.lognormvariate(4.9, 0.7))))
