@@ -8,6 +8,10 @@ from k8s.dashboards.panels import Board, Panel, Variable, panel
 RATE = "[$__rate_interval]"
 ADAPTER = 'adapter=~"$adapter"'
 REPLICA = 'replica=~"$replica"'
+HIT = 'tier!="source"'
+LOOKUPS = "adapter_lookups_total"
+ADAPTER_TTFT = "adapter_time_to_first_token_seconds"
+LOAD = "lorafleet_requests_running + lorafleet_requests_waiting"
 
 
 def rate(metric: str, selector: str = "", by: str = "") -> str:
@@ -15,14 +19,19 @@ def rate(metric: str, selector: str = "", by: str = "") -> str:
     return f"sum{grouping} (rate(lorafleet_{metric}{{{selector}}}{RATE}))"
 
 
+def quotient(above: str, below: str) -> str:
+    """Nothing where nothing happened."""
+    return f"{above} / ({below} > 0)"
+
+
 def ratio(metric: str, part: str, by: str, selector: str = "") -> str:
-    """Share of the series that `part` selects; nothing where nothing happened."""
+    """Share of the series that `part` selects."""
     chosen = f"{selector}, {part}" if selector else part
-    return f"{rate(metric, chosen, by)} / ({rate(metric, selector, by)} > 0)"
+    return quotient(rate(metric, chosen, by), rate(metric, selector, by))
 
 
 def mean(total: str, count: str, selector: str = "", by: str = "") -> str:
-    return f"{rate(total, selector, by)} / ({rate(count, selector, by)} > 0)"
+    return quotient(rate(total, selector, by), rate(count, selector, by))
 
 
 def quantile(q: float, histogram: str, selector: str = "") -> str:
@@ -34,10 +43,55 @@ def quantiles(title: str, histogram: str, unit: str = "s", selector: str = "") -
     return panel(title, "lines", *pairs, unit=unit)
 
 
-HIT = 'tier!="source"'
-LOOKUPS = "adapter_lookups_total"
-ADAPTER_TTFT = "adapter_time_to_first_token_seconds"
-LOAD = "lorafleet_requests_running + lorafleet_requests_waiting"
+def gauge(metric: str, selector: str = "", by: str = "") -> str:
+    series = f"lorafleet_{metric}{{{selector}}}"
+    return f"sum by ({by}) ({series})" if by else series
+
+
+def adapter_ratio(title: str, part: str) -> Panel:
+    expression = ratio(LOOKUPS, part, "adapter", ADAPTER)
+    return panel(title, "lines", (expression, "{{adapter}}"), unit="percentunit")
+
+
+def replica_gauges(title: str, *series: tuple[str, str], unit: str = "short", about: str = "") -> Panel:
+    """`series`: metric, and what to call it; nothing where there is only one."""
+    pairs = [(gauge(metric, REPLICA), f"{{{{replica}}}} {word}".strip()) for metric, word in series]
+    return panel(title, "lines", *pairs, unit=unit, about=about)
+
+
+def replica_rate(title: str, metric: str) -> Panel:
+    return panel(title, "lines", (rate(metric, REPLICA, "replica"), "{{replica}}"), unit="ops")
+
+
+# what several boards show, each of its own choice of adapters or replicas
+
+
+def tokens(selector: str = "") -> Panel:
+    kinds = (
+        ("prompt_tokens_total", "prompt"),
+        ("cached_prompt_tokens_total", "prompt, cached"),
+        ("output_tokens_total", "output"),
+    )
+    return panel("Tokens", "lines", *((rate(metric, selector), word) for metric, word in kinds))
+
+
+def requests_by_end(selector: str = "") -> Panel:
+    expression = rate("requests_total", selector, "finish_reason")
+    return panel("Requests by end", "stack", (expression, "{{finish_reason}}"), unit="reqps")
+
+
+def found_where(title: str, selector: str = "", about: str = "") -> Panel:
+    return panel(title, "stack", (rate(LOOKUPS, selector, "tier"), "{{tier}}"), unit="reqps", about=about)
+
+
+def evictions(selector: str = "") -> Panel:
+    expression = rate("evictions_total", selector, "tier, cause")
+    return panel("Evictions", "stack", (expression, "{{tier}}: {{cause}}"), unit="ops")
+
+
+def pool_pages(selector: str = "") -> Panel:
+    return panel("Pool pages", "stack", (gauge("pool_pages", selector, "owner"), "{{owner}}"))
+
 
 FLEET = Board(
     "fleet",
@@ -49,35 +103,16 @@ FLEET = Board(
         panel("Errors", "number", ratio("requests_total", 'finish_reason="error"', ""), unit="percentunit"),
         panel("Waiting", "number", "sum(lorafleet_requests_waiting)"),
         panel("Replicas", "number", "count(lorafleet_max_running_requests)"),
-        panel(
+        found_where(
             "Where adapters were found",
-            "stack",
-            (rate(LOOKUPS, by="tier"), "{{tier}}"),
-            unit="reqps",
             about="hbm: at once. host: after one copy. disk: after a read. source: after a download.",
         ),
         quantiles("First token", "time_to_first_token_seconds"),
         quantiles("Time per output token", "time_per_output_token_seconds"),
-        panel(
-            "Requests by end",
-            "stack",
-            (rate("requests_total", by="finish_reason"), "{{finish_reason}}"),
-            unit="reqps",
-        ),
-        panel(
-            "Tokens",
-            "lines",
-            (rate("prompt_tokens_total"), "prompt"),
-            (rate("cached_prompt_tokens_total"), "prompt, cached"),
-            (rate("output_tokens_total"), "output"),
-        ),
-        panel("Pool pages", "stack", ("sum by (owner) (lorafleet_pool_pages)", "{{owner}}")),
-        panel(
-            "Evictions",
-            "stack",
-            (rate("evictions_total", by="tier, cause"), "{{tier}}: {{cause}}"),
-            unit="ops",
-        ),
+        requests_by_end(),
+        tokens(),
+        pool_pages(),
+        evictions(),
         panel(
             "Loads that failed",
             "lines",
@@ -102,22 +137,10 @@ ADAPTERS = Board(
     "adapter",
     "lorafleet / Adapter",
     (
-        panel(
-            "Hit ratio", "lines", (ratio(LOOKUPS, HIT, "adapter", ADAPTER), "{{adapter}}"), unit="percentunit"
-        ),
-        panel(
-            "Hit ratio of device memory",
-            "lines",
-            (ratio(LOOKUPS, 'tier="hbm"', "adapter", ADAPTER), "{{adapter}}"),
-            unit="percentunit",
-        ),
-        panel("Found where", "stack", (rate(LOOKUPS, ADAPTER, "tier"), "{{tier}}"), unit="reqps"),
-        panel(
-            "Requests by end",
-            "stack",
-            (rate("requests_total", ADAPTER, "finish_reason"), "{{finish_reason}}"),
-            unit="reqps",
-        ),
+        adapter_ratio("Hit ratio", HIT),
+        adapter_ratio("Hit ratio of device memory", 'tier="hbm"'),
+        found_where("Found where", ADAPTER),
+        requests_by_end(ADAPTER),
         panel(
             "Errors",
             "lines",
@@ -163,23 +186,17 @@ ADAPTERS = Board(
         panel(
             "Memory",
             "stack",
-            (f"sum by (tier) (lorafleet_adapter_resident_bytes{{{ADAPTER}}})", "{{tier}}"),
+            (gauge("adapter_resident_bytes", ADAPTER, "tier"), "{{tier}}"),
             unit="bytes",
         ),
         panel(
             "In flight",
             "lines",
-            (f"sum by (adapter) (lorafleet_adapter_requests_running{{{ADAPTER}}})", "{{adapter}} running"),
-            (f"sum by (adapter) (lorafleet_adapter_requests_waiting{{{ADAPTER}}})", "{{adapter}} waiting"),
+            (gauge("adapter_requests_running", ADAPTER, "adapter"), "{{adapter}} running"),
+            (gauge("adapter_requests_waiting", ADAPTER, "adapter"), "{{adapter}} waiting"),
         ),
-        panel(
-            "Tokens",
-            "lines",
-            (rate("prompt_tokens_total", ADAPTER), "prompt"),
-            (rate("cached_prompt_tokens_total", ADAPTER), "prompt, cached"),
-            (rate("output_tokens_total", ADAPTER), "output"),
-        ),
-        panel("Pages", "lines", (f"sum by (replica) (lorafleet_adapter_pages{{{ADAPTER}}})", "{{replica}}")),
+        tokens(ADAPTER),
+        panel("Pages", "lines", (gauge("adapter_pages", ADAPTER, "replica"), "{{replica}}")),
     ),
     (Variable("adapter", "lorafleet_adapter_lookups_total"),),
 )
@@ -188,7 +205,7 @@ REPLICAS = Board(
     "replica",
     "lorafleet / Replica",
     (
-        panel("Pool pages", "stack", (f"sum by (owner) (lorafleet_pool_pages{{{REPLICA}}})", "{{owner}}")),
+        pool_pages(REPLICA),
         panel(
             "Pool",
             "stack",
@@ -199,44 +216,25 @@ REPLICAS = Board(
             ),
             unit="bytes",
         ),
-        panel(
-            "Adapter slots",
-            "lines",
-            (f"sum by (replica) (lorafleet_adapter_slots_used{{{REPLICA}}})", "{{replica}} used"),
-            (f"sum by (replica) (lorafleet_adapter_slots{{{REPLICA}}})", "{{replica}} all"),
-        ),
-        panel("Running", "lines", (f"lorafleet_requests_running{{{REPLICA}}}", "{{replica}}")),
-        panel("Waiting", "lines", (f"lorafleet_requests_waiting{{{REPLICA}}}", "{{replica}}")),
-        panel(
-            "Tokens held and queued",
-            "lines",
-            (f"lorafleet_running_tokens{{{REPLICA}}}", "{{replica}} held"),
-            (f"lorafleet_queued_tokens{{{REPLICA}}}", "{{replica}} queued"),
-        ),
+        replica_gauges("Adapter slots", ("adapter_slots_used", "used"), ("adapter_slots", "all")),
+        replica_gauges("Running", ("requests_running", "")),
+        replica_gauges("Waiting", ("requests_waiting", "")),
+        replica_gauges("Tokens held and queued", ("running_tokens", "held"), ("queued_tokens", "queued")),
         quantiles("Step", "step_duration_seconds", selector=REPLICA),
-        panel("Steps", "lines", (rate("steps_total", REPLICA, "replica"), "{{replica}}"), unit="ops"),
+        replica_rate("Steps", "steps_total"),
         quantiles("Adapters in a step", "step_adapters", unit="short", selector=REPLICA),
-        panel(
+        replica_gauges(
             "Ranks in the batch",
-            "lines",
-            (f"lorafleet_running_ranks{{{REPLICA}}}", "{{replica}}"),
+            ("running_ranks", ""),
             about="Summed over its requests. What the adapters cost grows with it.",
         ),
-        panel(
-            "Preemptions", "lines", (rate("preemptions_total", REPLICA, "replica"), "{{replica}}"), unit="ops"
-        ),
-        panel(
-            "Evictions",
-            "stack",
-            (rate("evictions_total", REPLICA, "tier, cause"), "{{tier}}: {{cause}}"),
-            unit="ops",
-        ),
+        replica_rate("Preemptions", "preemptions_total"),
+        evictions(REPLICA),
         quantiles("Loads", "adapter_load_duration_seconds", selector=REPLICA),
-        panel(
+        replica_gauges(
             "Host memory for adapters",
-            "lines",
-            (f"lorafleet_host_cache_bytes{{{REPLICA}}}", "{{replica}} used"),
-            (f"lorafleet_host_cache_capacity_bytes{{{REPLICA}}}", "{{replica}} all"),
+            ("host_cache_bytes", "used"),
+            ("host_cache_capacity_bytes", "all"),
             unit="bytes",
         ),
         quantiles("Requests, whole", "request_duration_seconds", selector=REPLICA),
@@ -271,7 +269,7 @@ ROUTER = Board(
         panel(
             "Imbalance",
             "lines",
-            (f"max({LOAD}) / (avg({LOAD}) > 0)", "most loaded / mean"),
+            (quotient(f"max({LOAD})", f"avg({LOAD})"), "most loaded / mean"),
         ),
         panel(
             "Replicas an adapter is on",
