@@ -19,10 +19,12 @@ import numpy.typing as npt
 
 from engine.step_cost import StepCost
 
-HBM, LOADING, HOST = range(3)
-"""Tiers, best first."""
+HBM, LOADING, HOST, PLACED = range(4)
+"""Tiers, best first; and what was placed there and is not reported, which is loading for a while."""
 
 ANSWER_S = 0.5
+
+MAX_RANKED = 128  # adapters with more than one home; two numbers a replica each
 
 UNKNOWN_COST = StepCost(base_s=0.02, prefill_s=2e-4, row_s=2e-4, lora_page_s=1e-5)
 """Until a replica has measured its own: only differences matter then, and these are in proportion."""
@@ -30,7 +32,7 @@ UNKNOWN_COST = StepCost(base_s=0.02, prefill_s=2e-4, row_s=2e-4, lora_page_s=1e-
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    resident: frozenset[str] = frozenset()
+    resident: frozenset[str] = frozenset()  # a name is in one of the three
     loading: frozenset[str] = frozenset()
     host: frozenset[str] = frozenset()
     num_requests: int = 0  # running and waiting
@@ -73,7 +75,7 @@ class Replica:
 
 
 Scores = npt.NDArray[np.uint64]
-_NOBODY: dict[Replica, None] = {}
+_NOBODY: dict[Replica, int] = {}
 
 
 class FleetTable:
@@ -84,9 +86,12 @@ class FleetTable:
         self.num_open = 0  # replicas that accept another request
         self._memory_s = memory_s
         self._by_id: dict[str, Replica] = {}
-        self._holders: dict[str, dict[Replica, None]] = {}  # may name replicas that dropped it; see `holders`
+        self._holders: dict[
+            str, dict[Replica, int]
+        ] = {}  # adapter -> replica -> its reported tier, or PLACED
         self._answers: deque[tuple[float, Replica]] = deque()
         self._seeds: Scores = np.zeros(0, np.uint64)
+        self._ranked: dict[str, tuple[Scores, Scores]] = {}  # of `ranked_scores`, for these replicas
 
     def __contains__(self, replica_id: str) -> bool:
         return replica_id in self._by_id
@@ -99,6 +104,7 @@ class FleetTable:
         self._by_id[replica_id] = replica
         self.replicas.append(replica)
         self._seeds = np.append(self._seeds, np.uint64(hash64(replica_id)))
+        self._ranked.clear()
         self.num_seats += seats
         self.num_open += 1
 
@@ -115,19 +121,27 @@ class FleetTable:
             self._seeds[replica.place] = self._seeds[last.place]
             last.place = replica.place
         self._seeds = self._seeds[:-1].copy()
+        self._ranked.clear()
 
     def tell(self, replica_id: str, report: Report, now: float) -> None:
         """A replica reported."""
         replica = self._by_id[replica_id]
         self._forget_placements(replica, now)
-        before, after = replica.report.names(), report.names()
-        for name in after & replica.placed.keys():
+        before, after = replica.report, report
+        for name in after.names() & replica.placed.keys():
             del replica.placed[name]
         replica.report = report
-        for name in after - before:
-            self._holders.setdefault(name, {})[replica] = None
-        for name in before - after:
-            if name not in replica.placed:
+        for tier, was, now_is in (
+            (HOST, before.host, after.host),
+            (LOADING, before.loading, after.loading),
+            (HBM, before.resident, after.resident),
+        ):
+            for name in now_is - was:
+                self._holders.setdefault(name, {})[replica] = tier
+        for name in before.names() - after.names():
+            if name in replica.placed:
+                self._holders[name][replica] = PLACED
+            else:
                 self._drop_holder(name, replica)
         self._hear(replica, report.num_requests)
 
@@ -167,11 +181,22 @@ class FleetTable:
             self._forget_placements(replica, now)
             replica.placed.pop(adapter, None)  # so that the oldest stays first
             replica.placed[adapter] = now + self._memory_s
-            self._holders.setdefault(adapter, {})[replica] = None
+            self._holders.setdefault(adapter, {}).setdefault(replica, PLACED)
 
-    def holders(self, adapter: str) -> dict[Replica, None]:
-        """All that hold it in some tier or load it, and perhaps some that no longer do; ask their `tier`."""
+    def holders(self, adapter: str) -> dict[Replica, int]:
+        """All that hold it in some tier or load it, and perhaps some that no longer do: see `tier_of`."""
         return self._holders.get(adapter, _NOBODY)
+
+    def tier_of(self, adapter: str, holder: Replica, reported: int, now: float) -> int | None:
+        """`reported`: its value in `holders`. As `Replica.tier`, and looks into no report.
+
+        A decision asks this of several replicas of a thousand, none of which is in the processor's cache.
+        """
+        if reported < HOST:
+            return reported
+        if holder.placed.get(adapter, now) > now:
+            return LOADING
+        return HOST if reported == HOST else None
 
     def scores(self, adapter: str, of: list[Replica] | None = None) -> Scores:
         """Rendezvous: the higher, the more a replica is the adapter's home. By place, or those of `of`.
@@ -181,6 +206,15 @@ class FleetTable:
         """
         seeds = self._seeds if of is None else self._seeds[[r.place for r in of]]
         return rendezvous(adapter, seeds)
+
+    def ranked_scores(self, adapter: str) -> tuple[Scores, Scores]:
+        """`scores`, and the same in ascending order. Kept, because the hottest ask for it all the time."""
+        if adapter not in self._ranked:
+            if len(self._ranked) == MAX_RANKED:
+                self._ranked.clear()
+            scores = self.scores(adapter)
+            self._ranked[adapter] = scores, np.sort(scores)
+        return self._ranked[adapter]
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self.replicas)
@@ -194,10 +228,11 @@ class FleetTable:
         assert [r.place for r in self.replicas] == list(range(len(self.replicas)))
         assert list(map(int, self._seeds)) == [hash64(r.replica_id) for r in self.replicas]
         for replica in self.replicas:
-            for name in replica.report.names():
-                assert replica in self._holders[name]
-            for name in replica.placed:
-                assert replica in self._holders[name]
+            report = replica.report
+            for tier, names in ((HBM, report.resident), (LOADING, report.loading), (HOST, report.host)):
+                assert all(self._holders[name][replica] == tier for name in names)
+            for name in replica.placed.keys() - report.names():
+                assert self._holders[name][replica] == PLACED
         present = set(self.replicas)
         assert all(holders and holders.keys() <= present for holders in self._holders.values())
 

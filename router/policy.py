@@ -139,12 +139,17 @@ class ResidencyPolicy:
     def _warm(self, adapter: str, now: float) -> list[tuple[int, Replica]]:
         """(tier, replica); a sample where there are many."""
         holders = self.table.holders(adapter)
-        if not holders:
-            return []
-        some: Iterable[Replica] = holders
-        if len(holders) > COPIES:
-            some = self._draw(list(holders), COPIES)
-        return [(tier, r) for r in some if (tier := r.tier(adapter, now)) is not None]
+        some: Iterable[Replica] = holders if len(holders) <= COPIES else self._draw_holders(holders)
+        tier_of = self.table.tier_of
+        tiers = ((tier_of(adapter, r, holders[r], now), r) for r in some)
+        return [(tier, r) for tier, r in tiers if tier is not None]
+
+    def _draw_holders(self, holders: dict[Replica, int]) -> list[Replica]:
+        """Where many hold it, from all replicas: a list of a thousand would touch each of them."""
+        replicas = self.table.replicas
+        count = COPIES * len(replicas) // len(holders)
+        drawn = [r for r in self._draw(replicas, count) if r in holders] if count <= 4 * COPIES else []
+        return drawn or self._draw(list(holders), COPIES)
 
     def _among_copies(
         self, request: RouteRequest, warm: list[tuple[int, Replica]], num_homes: int, now: float
@@ -170,8 +175,8 @@ class ResidencyPolicy:
         group = [r for r in group if r.load <= limit]
         if num_homes == 1 or len(group) == 1:
             return group[int(self.table.scores(request.adapter, group).argmax())]
-        scores = self.table.scores(request.adapter)
-        lowest = np.partition(scores, -num_homes)[-num_homes]
+        scores, ranked = self.table.ranked_scores(request.adapter)
+        lowest = ranked[-num_homes]
         homes = [r for r in group if scores[r.place] >= lowest] or group
         if request.prefix:
             prefix = np.uint64(request.prefix & _64_BITS)

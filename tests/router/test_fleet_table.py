@@ -142,8 +142,9 @@ def test_random_histories_keep_its_books_right(seed: int) -> None:
         adapter = f"a{rng.randrange(6)}"
         match rng.randrange(7):
             case 0:
+                tiers = [rng.choice((HBM, LOADING, HOST, None, None)) for _ in range(6)]
                 hbm, loading, host = (
-                    names(*(f"a{i}" for i in range(6) if rng.random() < 0.3)) for _ in range(3)
+                    names(*(f"a{i}" for i in range(6) if tiers[i] == tier)) for tier in (HBM, LOADING, HOST)
                 )
                 fleet.tell(one, Report(hbm, loading, host, rng.randrange(9)), now)
             case 1:
@@ -161,5 +162,7 @@ def test_random_histories_keep_its_books_right(seed: int) -> None:
                 fleet.remove(one)
         fleet.check_invariants()
         for r in fleet.replicas:
-            is_known = r.tier(adapter, now) is not None
-            assert not is_known or r in fleet.holders(adapter)
+            reported = fleet.holders(adapter).get(r)
+            assert r.tier(adapter, now) == (
+                None if reported is None else fleet.tier_of(adapter, r, reported, now)
+            )
