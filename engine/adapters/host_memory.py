@@ -58,19 +58,25 @@ class HostPages(Sequence[torch.Tensor]):
 class HostArena:
     """Pages of one size, in slabs that are never given back: what an image leaves, the next one takes.
 
-    Fresh memory costs page faults, locking it for the GPU's copies costs more, and freeing locked memory would
+    Fresh memory costs page faults, locking it for the GPU's copies costs more, and to free locked memory is to
     wait for the GPU. May be used by several threads.
     """
 
     def __init__(self, page_elems: int, dtype: torch.dtype, is_pinned: bool = False) -> None:
         """`is_pinned`: page-locked, so that copies to the GPU run beside everything else."""
-        self.num_bytes = 0  # of all slabs
         self._page_elems = page_elems
         self._dtype = dtype
         self._is_pinned = is_pinned
         self._lock = threading.Lock()  # between those who take
         # pages come back without the lock, from finalisers, which run wherever they happen to
         self._free: deque[torch.Tensor] = deque()
+        self._slabs: list[memoryview] = []
+        if is_pinned:
+            weakref.finalize(self, _unpin, self._slabs).atexit = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
 
     def take(self, num_pages: int) -> HostPages:
         """Their content is arbitrary. They come back when the result is dropped."""
@@ -79,8 +85,12 @@ class HostArena:
                 self._free.extend(self._new_slab())
             taken = [self._free.pop() for _ in range(num_pages)]
         pages = HostPages(taken)
-        weakref.finalize(pages, self._free.extend, taken).atexit = False
+        weakref.finalize(pages, self._put_back, taken).atexit = False
         return pages
+
+    def _put_back(self, pages: list[torch.Tensor]) -> None:
+        """Bound to this arena: it lives as long as any image in it."""
+        self._free.extend(pages)
 
     def _new_slab(self) -> tuple[torch.Tensor, ...]:
         page_bytes = self._page_elems * self._dtype.itemsize
@@ -88,14 +98,20 @@ class HostArena:
         buffer = new_buffer(num_pages * page_bytes)
         if self._is_pinned:
             _pin(buffer)
-        self.num_bytes += buffer.nbytes
+        self._slabs.append(buffer)
         return torch.frombuffer(buffer, dtype=self._dtype).view(num_pages, self._page_elems).unbind()
 
 
 def _pin(buffer: memoryview) -> None:
-    """For as long as this process lives."""
     memory = np.frombuffer(buffer, np.uint8)
     # faults first: the driver would take them one by one, with launches of other threads waiting for it
     memory[:: mmap.PAGESIZE] = 0
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+
+
+def _unpin(buffers: list[memoryview]) -> None:
+    """Before they are freed: else others who get their addresses could not pin them."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for buffer in buffers:
+        torch.cuda.check_error(cudart.cudaHostUnregister(np.frombuffer(buffer, np.uint8).ctypes.data))
