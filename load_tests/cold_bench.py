@@ -5,8 +5,8 @@
 Model: Llama-3-8B shape, bf16, random weights; all-linear adapters, in host memory before the clock starts
 (equal bytes under different digests). Requests are greedy and ignore EOS. Seed 0.
 
-  copy      an adapter of rank 16 from pinned memory into the pool, nothing else running, against one plain copy
-            of as many bytes into one tensor; median of 20
+  copy      an adapter of rank 16 from pinned memory into the pool, nothing else running, against one plain
+            copy of as many bytes into one tensor; median of 20
   ttft      64 prompt tokens: the first token of a cold adapter against the same adapter resident, alone and
             beside 64 streams of 64 other resident adapters; median of 15
   storm     64 streams of 64 resident adapters; 64 requests for 64 others come at once, of 1 or 64 prompt

@@ -58,8 +58,8 @@ class HostPages(Sequence[torch.Tensor]):
 class HostArena:
     """Pages of one size, in slabs that are never given back: what an image leaves, the next one takes.
 
-    Fresh memory costs page faults, locking it for the GPU's copies costs more, and to free locked memory is to
-    wait for the GPU. May be used by several threads.
+    Fresh memory costs page faults, locking it for the GPU's copies costs more, and to free locked memory is
+    to wait for the GPU. May be used by several threads.
     """
 
     def __init__(self, page_elems: int, dtype: torch.dtype, is_pinned: bool = False) -> None:
