@@ -20,6 +20,7 @@ from engine.errors import InvalidRequest
 from engine.loop import Inbox
 from engine.model.digest import model_digest
 from engine.model.loading import LlamaWeights, load_weights
+from engine.model.remote import list_weights
 from engine.model.spec import ModelSpec, load_model_spec, local_spec
 from engine.page_plan import PagePlan, plan_pages
 from engine.runner.base import Runner
@@ -98,7 +99,7 @@ def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "")
         max_model_len=min(pages.max_model_len, num_pages * pages.tokens),
         vocab_size=spec.shape.vocab_size,
         eos_token_ids=spec.eos_token_ids,
-        model_digest=model_digest(Path(spec.path)),
+        model_digest=model_digest(Path(spec.path), list_weights(spec.remote_uri) if spec.remote_uri else None),
     )
     page_elems = shard_shape(spec.shape, shard).local.page_elems(pages.tokens)
     form = ImageFormat(
@@ -182,7 +183,7 @@ def _on_cpu(plan: _RankPlan) -> tuple[Runner, int]:
     pages = plan.pages
     assert pages.num_pages is not None
     with plan.watch.part("read weights"):
-        weights = load_weights(plan.spec, plan.dtype, shard=plan.shard)
+        weights = load_weights(plan.spec, plan.dtype, shard=plan.shard, comm=plan.comm)
     _log_memory(plan, weights, pages.num_pages)
     runner = CpuRunner(
         local_spec(plan.spec, plan.shard),
@@ -207,7 +208,7 @@ def _on_gpu(plan: _RankPlan) -> tuple[Runner, int]:
     if plan.pages.num_pages is None:
         memory.check(config.gpu_memory_fraction)
     with watch.part("read weights"), out_of_memory_names("model"):
-        weights = load_weights(plan.spec, plan.dtype, config.device, plan.shard)
+        weights = load_weights(plan.spec, plan.dtype, config.device, plan.shard, plan.comm)
     spec = local_spec(plan.spec, plan.shard)
     runner, num_pages = build_cuda_runner(config, spec, weights, plan.pages, memory, watch, plan.comm)
     _log_memory(plan, weights, num_pages, memory.taken)

@@ -100,7 +100,7 @@ def shard_shape(shape: ModelShape, shard: Shard) -> ShardedShape:
         )
     kv, q = _heads(shape, shard)
     block = _BLOCK if shape.intermediate_size % _BLOCK == 0 else 1
-    inter = _split(shape.intermediate_size // block, shard)
+    inter = split_range(shape.intermediate_size // block, shard)
     inter = range(inter.start * block, inter.stop * block)
     head_dim = shape.head_dim
     ranges = {
@@ -117,7 +117,7 @@ def shard_shape(shape: ModelShape, shard: Shard) -> ShardedShape:
         shard,
         replace(shape, num_heads=len(q), num_kv_heads=len(kv), intermediate_size=len(inter)),
         tuple(Part(name in _BY_OUTPUT, ranges[name].start, ranges[name].stop) for name in PROJECTIONS),
-        _split(shape.vocab_size, shard),
+        split_range(shape.vocab_size, shard),
     )
 
 
@@ -125,7 +125,7 @@ def _heads(shape: ModelShape, shard: Shard) -> tuple[range, range]:
     """(KV heads, query heads)."""
     group = shape.num_heads // shape.num_kv_heads
     if shard.world <= shape.num_kv_heads:
-        kv = _split(shape.num_kv_heads, shard)
+        kv = split_range(shape.num_kv_heads, shard)
         return kv, range(kv.start * group, kv.stop * group)
     # the ranks are dealt to the KV heads, and share their head's queries
     head = shard.rank * shape.num_kv_heads // shard.world
@@ -135,11 +135,11 @@ def _heads(shape: ModelShape, shard: Shard) -> tuple[range, range]:
             f"tensor_parallel_size is {shard.world}, but {len(sharers)} ranks cannot share {group} heads",
             param="tensor_parallel_size",
         )
-    q = _split(group, Shard(sharers.index(shard.rank), len(sharers)))
+    q = split_range(group, Shard(sharers.index(shard.rank), len(sharers)))
     return range(head, head + 1), range(head * group + q.start, head * group + q.stop)
 
 
-def _split(size: int, shard: Shard) -> range:
+def split_range(size: int, shard: Shard) -> range:
     """Parts differ by one at most, larger ones first."""
     each, rest = divmod(size, shard.world)
     start = shard.rank * each + min(shard.rank, rest)

@@ -10,6 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
+from engine.model.remote import fetch_small_files, is_remote
+
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -28,8 +30,8 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(cls, model: str) -> Tokenizer:
-        """`model`: directory or hub id."""
-        return cls(AutoTokenizer.from_pretrained(model))
+        """`model`: directory, hub id or s3://bucket/prefix."""
+        return cls(AutoTokenizer.from_pretrained(fetch_small_files(model) if is_remote(model) else model))
 
     @property
     def vocab_size(self) -> int:

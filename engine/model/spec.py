@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import InvalidRequest
+from engine.model.remote import fetch_small_files, is_remote
 from engine.shape import ModelShape
 from engine.sharding import Shard, shard_shape
 
@@ -35,7 +36,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    path: str  # a local directory
+    path: str  # a local directory: configuration and tokenizer, and the weights unless they are remote
     shape: ModelShape
     rms_norm_eps: float
     rope: RopeSpec
@@ -43,6 +44,7 @@ class ModelSpec:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    remote_uri: str | None = None  # S3 prefix of the weights
 
 
 def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
@@ -50,9 +52,12 @@ def local_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     return replace(spec, shape=shard_shape(spec.shape, shard).local)
 
 
-def load_model_spec(path_or_hub_id: str) -> ModelSpec:
-    """Raises InvalidRequest, its `param` naming the config field that is not supported."""
-    path = _resolve(path_or_hub_id)
+def load_model_spec(model: str) -> ModelSpec:
+    """Of a directory, a hub id or s3://bucket/prefix.
+
+    Raises InvalidRequest, its `param` naming the config field that is not supported, or what S3 raises.
+    """
+    path = fetch_small_files(model) if is_remote(model) else _resolve(model)
     _refuse_unsupported(json.loads((path / "config.json").read_bytes()), {"model_type": ("llama",)})
     # transformers imports torch; callers of the dataclasses above need neither
     from transformers import LlamaConfig
@@ -77,6 +82,7 @@ def load_model_spec(path_or_hub_id: str) -> ModelSpec:
         max_position_embeddings=config["max_position_embeddings"],
         eos_token_ids=_eos_token_ids(path, config),
         bos_token_id=config.get("bos_token_id"),
+        remote_uri=model if is_remote(model) else None,
     )
 
 

@@ -28,6 +28,9 @@ class Comm(Protocol):
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' [N, size]; each rank gets its row: [size]."""
 
+    def swap(self, blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Block i goes to rank i; from rank i comes what it has for this one, of `sizes[i]` elements."""
+
     def least(self, value: int) -> int:
         """Of all ranks'."""
 
@@ -48,6 +51,9 @@ class Alone:
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         return x[0]
+
+    def swap(self, blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+        return list(blocks)
 
     def least(self, value: int) -> int:
         return value
@@ -94,6 +100,21 @@ class Ranks:
         own = x.new_empty(x.shape[1])
         dist.reduce_scatter_single(own, x.view(-1))
         return own
+
+    def swap(self, blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+        dtype = blocks[0].dtype
+        # as bytes: gloo knows no bfloat16
+        given = torch.cat([block.flatten() for block in blocks]).view(torch.uint8)
+        if self.can_be_captured:
+            given = given.cuda()
+        taken = given.new_empty(sum(sizes) * dtype.itemsize)
+        dist.all_to_all_single(
+            taken,
+            given,
+            [size * dtype.itemsize for size in sizes],
+            [block.numel() * dtype.itemsize for block in blocks],
+        )
+        return list(torch.split(taken.view(dtype), list(sizes)))
 
     def least(self, value: int) -> int:
         values = torch.tensor([value], device="cuda" if self.can_be_captured else "cpu")
