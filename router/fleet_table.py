@@ -32,7 +32,7 @@ UNKNOWN_COST = StepCost(base_s=0.02, prefill_s=2e-4, row_s=2e-4, lora_page_s=1e-
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    resident: frozenset[str] = frozenset()  # a name is in one of the three
+    resident: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()
     host: frozenset[str] = frozenset()
     num_requests: int = 0  # running and waiting
@@ -45,6 +45,13 @@ class Report:
 
     def names(self) -> frozenset[str]:
         return self.resident | self.loading | self.host
+
+    def tier(self, adapter: str) -> int | None:
+        if adapter in self.resident:
+            return HBM
+        if adapter in self.loading:
+            return LOADING
+        return HOST if adapter in self.host else None
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +73,9 @@ class Replica:
         return self.load < self.seats
 
     def tier(self, adapter: str, now: float) -> int | None:
-        report = self.report
-        if adapter in report.resident:
-            return HBM
-        if adapter in report.loading or self.placed.get(adapter, now) > now:
-            return LOADING
-        return HOST if adapter in report.host else None
+        reported = self.report.tier(adapter)
+        is_placed = reported != HBM and self.placed.get(adapter, now) > now
+        return LOADING if is_placed else reported
 
 
 Scores = npt.NDArray[np.uint64]
@@ -131,16 +135,15 @@ class FleetTable:
         for name in after.names() & replica.placed.keys():
             del replica.placed[name]
         replica.report = report
-        for tier, was, now_is in (
-            (HOST, before.host, after.host),
-            (LOADING, before.loading, after.loading),
-            (HBM, before.resident, after.resident),
-        ):
-            for name in now_is - was:
+        pairs = (
+            (before.resident, after.resident), (before.loading, after.loading), (before.host, after.host)
+        )  # fmt: skip
+        for name in frozenset[str]().union(*(was ^ now_is for was, now_is in pairs)):
+            tier = after.tier(name)
+            if tier is None and name in replica.placed:
+                tier = PLACED
+            if tier is not None:
                 self._holders.setdefault(name, {})[replica] = tier
-        for name in before.names() - after.names():
-            if name in replica.placed:
-                self._holders[name][replica] = PLACED
             else:
                 self._drop_holder(name, replica)
         self._hear(replica, report.num_requests)
@@ -228,11 +231,9 @@ class FleetTable:
         assert [r.place for r in self.replicas] == list(range(len(self.replicas)))
         assert list(map(int, self._seeds)) == [hash64(r.replica_id) for r in self.replicas]
         for replica in self.replicas:
-            report = replica.report
-            for tier, names in ((HBM, report.resident), (LOADING, report.loading), (HOST, report.host)):
-                assert all(self._holders[name][replica] == tier for name in names)
-            for name in replica.placed.keys() - report.names():
-                assert self._holders[name][replica] == PLACED
+            for name in replica.report.names() | replica.placed.keys():
+                tier = replica.report.tier(name)
+                assert self._holders[name][replica] == (PLACED if tier is None else tier)
         present = set(self.replicas)
         assert all(holders and holders.keys() <= present for holders in self._holders.values())
 
