@@ -14,7 +14,6 @@ from deployments.demo.s3 import EmbeddedS3
 from load_tests.harness.client import Target
 from load_tests.harness.faulty_link import FaultyLink
 from tests.cluster.serve_process import ENGINE, ServeProcess, serving
-from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 NUM_ADAPTERS = 32
 NUM_SLOTS = 8  # of each replica
@@ -45,6 +44,9 @@ class TinyFleet:
 
 @contextmanager
 def tiny_fleet(extra_flags: Sequence[str] = ()) -> Iterator[TinyFleet]:
+    # takes seconds to import, and whoever only plans needs it not
+    from tests.tiny import ALL_LINEAR, make_adapter, make_llama
+
     names = tuple(f"adapter-{number:02}" for number in range(NUM_ADAPTERS))
     with tempfile.TemporaryDirectory() as folder, EmbeddedS3() as s3, FaultyLink(s3.port) as link:
         base = make_llama(Path(folder) / "base")
