@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from ray.serve.exceptions import DeploymentUnavailableError
+
 from engine.errors import LorafleetError, Unavailable
 from engine.request import AdapterRef
 from engine.stats import BASE
@@ -27,7 +29,8 @@ LOOK_S = 1.0
 class Broadcast(Protocol):
     """`deployments.fleet_service.Replicas.broadcast`."""
 
-    async def __call__(self, method: str, *args: Any) -> list[dict[str, Any]]: ...
+    async def __call__(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Raises Unavailable; because of DeploymentUnavailableError if there is no replica."""
 
 
 class FleetScaler:
@@ -51,7 +54,9 @@ class FleetScaler:
         wanted = self._plan and self._plan.num_replicas
         try:
             loads = [decode_load(answer) for answer in await self._broadcast("scaling", wanted)]
-        except Unavailable:  # there is no replica
+        except Unavailable as error:
+            if not isinstance(error.__cause__, DeploymentUnavailableError):
+                return  # too busy to answer in time: what was wanted stays so
             loads = []
         plan = self._scaler.plan(loads, now)
         if self._plan is None or plan.num_replicas != self._plan.num_replicas:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from ray.serve._private.common import DeploymentID
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.config import AppArgs
 from deployments.engine_replica import TOLD_FOR_S
@@ -40,11 +42,13 @@ class Replicas:
     def __init__(self, *loads: dict[str, Any]) -> None:
         self.loads = list(loads)
         self.told: list[int | None] = []
+        self.is_busy = False
         self.taken: list[tuple[str, str]] = []
 
     async def broadcast(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        if not self.loads:
-            raise Unavailable("no replica is available")
+        if self.is_busy or not self.loads:
+            cause = TimeoutError() if self.is_busy else DeploymentUnavailableError(DeploymentID("engine"))
+            raise Unavailable("no replica is available") from cause
         if method == "scaling":
             self.told.append(args[0])
             return self.loads
@@ -119,6 +123,20 @@ def test_nobody_to_ask_is_no_failure() -> None:
         await scaler.look(1.0)
         await scaler.look(2.0)
         assert replicas.told == [0, 2]
+
+    asyncio.run(main())
+
+
+def test_a_fleet_too_busy_to_answer_is_not_taken_for_an_empty_one() -> None:
+    async def main() -> None:
+        replicas = Replicas({**load("r1"), "num_requests": 80})
+        scaler = FleetScaler(Bounds(1, 4, 10.0, 0.0), replicas.broadcast, lookup)
+        for now in range(13):
+            replicas.is_busy = 3 <= now < 12
+            await scaler.look(float(now))
+        replicas.is_busy = False
+        await scaler.look(13.0)
+        assert replicas.told == [None, 1, 1, 1, 4]
 
     asyncio.run(main())
 
