@@ -27,7 +27,7 @@ from engine.runner.base import Runner
 from engine.runner.cpu import CpuRunner
 from engine.sharding import WHOLE, Shard, shard_shape
 from engine.stopwatch import Stopwatch
-from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join
+from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
 from engine.tensor_parallel.costs import LOCAL_CPUS, Batch, Sharding, choose_sharding
 from engine.tensor_parallel.group import Group, GroupRunner
 
@@ -64,8 +64,12 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     try:
         built = build_rank(config, Shard(0, config.tensor_parallel_size), str(group.rendezvous))
         group.wait_until_ready()
-    except BaseException:
+    except BaseException as error:
+        failure = group.find_failure() if isinstance(error, RuntimeError) else None
         group.close()
+        leave()
+        if failure is not None:
+            raise failure from error
         raise
     return _core(config, inbox, built, group)
 
@@ -99,7 +103,9 @@ def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "")
         max_model_len=min(pages.max_model_len, num_pages * pages.tokens),
         vocab_size=spec.shape.vocab_size,
         eos_token_ids=spec.eos_token_ids,
-        model_digest=model_digest(Path(spec.path), list_weights(spec.remote_uri) if spec.remote_uri else None),
+        model_digest=model_digest(
+            Path(spec.path), list_weights(spec.remote_uri) if spec.remote_uri else None
+        ),
     )
     page_elems = shard_shape(spec.shape, shard).local.page_elems(pages.tokens)
     form = ImageFormat(

@@ -123,8 +123,9 @@ class Ranks:
 
 
 def leave() -> None:
-    """This process may join another group."""
-    dist.destroy_process_group()
+    """This process may join another group, if it is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def join(rank: int, world: int, rendezvous: str, device: str) -> None:

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from engine.tensor_parallel.plan_wire import PlanEncoder
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
+FAILURE_WAIT_S = 1.0
 _POLL_S = 0.1
 _GRACE_S = 2.0  # from the end of the others to our own, if we still hang in a step
 
@@ -146,6 +148,15 @@ class Group:
     def wait_until_ready(self) -> list[dict[str, Any]]:
         """What each rank says of itself. Raises the error of one that cannot serve."""
         return [rank.ready.result() for rank in self.ranks]
+
+    def find_failure(self) -> LorafleetError | None:
+        """What another rank cannot serve for: our own error may only be that it has left."""
+        for rank in self.ranks:
+            with suppress(FutureTimeout):
+                error = rank.ready.exception(timeout=FAILURE_WAIT_S)
+                if isinstance(error, LorafleetError):
+                    return error
+        return None
 
     def send(self, frame: bytes) -> None:
         for rank in self.ranks:

@@ -15,6 +15,7 @@ import sys
 import threading
 from array import array
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from engine.adapters.image import AdapterImage, ImageFormat
@@ -25,10 +26,13 @@ from engine.errors import InvalidRequest, LorafleetError
 from engine.sampling_params import SamplingParams
 from engine.sharding import Shard
 from engine.tensor_parallel import messages
+from engine.tensor_parallel.comm import leave
 from engine.tensor_parallel.messages import Kind
 from engine.tensor_parallel.plan_wire import PlanDecoder
 
 logger = logging.getLogger(__name__)
+
+FAILED_GRACE_S = 5.0
 
 
 class Worker:
@@ -102,6 +106,15 @@ class Worker:
                 self._dropped.add(number)
 
 
+def _fail(sock: socket.socket, refusal: LorafleetError) -> None:
+    """Rank 0 ends us when it has read that; if it hangs without us, our end is its end."""
+    sock.sendall(messages.encode_json(Kind.FAILED, refusal.to_dict()))
+    leave()  # what it may be waiting for, in the middle of a collective, fails now
+    sock.settimeout(FAILED_GRACE_S)
+    with suppress(EOFError, OSError):
+        messages.read(sock)
+
+
 def main() -> None:
     # Ctrl-C reaches the whole process group; rank 0 decides when this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -115,7 +128,7 @@ def main() -> None:
         built = build_rank(config, Shard(rank, config.tensor_parallel_size), rendezvous)
     except (LorafleetError, ValueError, OSError) as error:
         refusal = error if isinstance(error, LorafleetError) else InvalidRequest(str(error), param="model")
-        sock.sendall(messages.encode_json(Kind.FAILED, refusal.to_dict()))
+        _fail(sock, refusal)
         return
     sock.sendall(messages.encode_json(Kind.READY, {"num_pages": built.geometry.num_pages}))
     try:

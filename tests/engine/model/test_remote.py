@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.errors import InvalidRequest, ModelNotFound, Unavailable
+from engine.errors import AccessDenied, InvalidRequest, ModelNotFound, Unavailable
 from engine.model import weight_reader
 from engine.model.digest import model_digest
 from engine.model.loading import LlamaWeights, load_weights
@@ -234,3 +234,22 @@ def test_weights_that_change_under_the_reader_are_told(
     client.put_object(Bucket="models", Key="changing/model.safetensors", Body=b"after!")
     with pytest.raises(Unavailable, match="changed while it was read"):
         file.read(0, 3)
+
+
+def test_a_rank_that_cannot_read_its_part_is_heard(s3: Recorder) -> None:
+    """Rank 0 waits for its rows in a swap meanwhile."""
+    load_group(load_model_spec(URI), 1)
+    of_all = {span for _, span in s3.ranges}
+    s3.ranges.clear()
+    load_group(load_model_spec(URI), 2)
+    # what only one of two reads, the second half of something
+    (key, span), *_ = [
+        (key, span) for key, span in s3.ranges if span not in of_all and _is_second(span, of_all)
+    ]
+    s3.fail("status", f"{key} bytes={span.start}-", status=403, code="AccessDenied")
+    with pytest.raises(AccessDenied):
+        Engine(EngineConfig(model=URI, tensor_parallel_size=2, num_pages=60, num_threads=1))
+
+
+def _is_second(span: range, spans: set[range]) -> bool:
+    return any(span.stop == whole.stop and span.start > whole.start for whole in spans)
