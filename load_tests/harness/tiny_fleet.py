@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from tests.cluster.serve_process import ENGINE, ServeProcess, serving
 NUM_ADAPTERS = 32
 NUM_SLOTS = 8  # of each replica
 BUCKET = "adapters"
+WEIGHTS = "adapter_model.safetensors"
 # 512 pages; an adapter takes five, and host memory holds a dozen
 POOL_BYTES, HOST_CACHE_BYTES = 4 << 20, 512 << 10
 
@@ -45,14 +47,21 @@ class TinyFleet:
 @contextmanager
 def tiny_fleet(extra_flags: Sequence[str] = ()) -> Iterator[TinyFleet]:
     # takes seconds to import, and whoever only plans needs it not
+    from safetensors.torch import load_file, save_file
+
     from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
     names = tuple(f"adapter-{number:02}" for number in range(NUM_ADAPTERS))
     with tempfile.TemporaryDirectory() as folder, EmbeddedS3() as s3, FaultyLink(s3.port) as link:
         base = make_llama(Path(folder) / "base")
-        for number, name in enumerate(names):
-            make_adapter(base, Path(folder) / "source" / name, rank=4, targets=ALL_LINEAR, seed=number)
-        source = s3.upload(Path(folder) / "source", BUCKET, "source")
+        made = make_adapter(base, Path(folder) / "source" / names[0], rank=4, targets=ALL_LINEAR, seed=0)
+        weights = load_file(made / WEIGHTS)
+        for number, name in enumerate(names[1:], start=2):
+            shutil.copytree(made, made.with_name(name))
+            save_file(
+                {key: weight * number for key, weight in weights.items()}, made.with_name(name) / WEIGHTS
+            )
+        source = s3.upload(made.parent, BUCKET, "source")
         flags = [
             "--model", str(base), "--adapter-source", source, "--num-replicas", "2", "--proxy", "python",
             "--pool-bytes", str(POOL_BYTES), "--host-cache-bytes", str(HOST_CACHE_BYTES),
