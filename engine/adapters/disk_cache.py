@@ -60,7 +60,8 @@ class DiskCache:
             os.close(fd)
             self.discard(uri, version)
             return None
-        os.utime(fd)
+        with suppress(OSError):  # a volume that takes no writes any more can still be read
+            os.utime(fd)
         return folder
 
     def write(self, listing: AdapterListing, contents: Contents, digests: Mapping[str, str]) -> bool:

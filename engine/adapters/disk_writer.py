@@ -18,6 +18,7 @@ class DiskWriter:
     def __init__(self, cache: DiskCache, max_pending: int) -> None:
         """`max_pending`: adapters whose bytes are kept in memory until they are written."""
         self.cache = cache
+        self._trouble: str | None = None  # that was told last
         self._pending: queue.Queue[FileReader | None] = queue.Queue(max_pending)
         self._thread = threading.Thread(target=self._run, name="adapter-disk", daemon=True)
         self._thread.start()
@@ -44,10 +45,15 @@ class DiskWriter:
 
     def _write(self, reader: FileReader) -> None:
         name = reader.listing.name
+        trouble = None
         try:
             if not self.cache.write(reader.listing, reader.contents, reader.sha256):
-                logger.error("adapter %r is not kept on disk: no room in disk_cache_dir", name)
+                trouble = "no room in disk_cache_dir"
         except OSError as error:
-            logger.error("adapter %r is not kept on disk: %s", name, error.strerror)
+            trouble = error.strerror
         except Exception:
             logger.exception("adapter %r is not kept on disk", name)
+        # once, not with every load: a disk that is full stays so for hours
+        if trouble and trouble != self._trouble:
+            logger.error("adapter %r is not kept on disk: %s", name, trouble)
+        self._trouble = trouble

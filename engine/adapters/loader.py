@@ -8,6 +8,7 @@ load that makes no progress for a second lends its place to another: one slow so
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import threading
 import time
@@ -224,6 +225,10 @@ def _open_disk(config: EngineConfig) -> DiskWriter | None:
     try:
         cache = DiskCache(config.disk_cache_dir, config.disk_cache_bytes)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # whoever fills the volume must not keep replicas from starting
+            logger.error("nothing is kept in disk_cache_dir: %s", error.strerror)
+            return None
         raise InvalidRequest(
             f"disk_cache_dir cannot be used: {error.strerror}", param="disk_cache_dir"
         ) from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from engine.adapters.source import describe
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, LorafleetError, ModelNotFound
 from engine.request import AdapterRef
+from tests.engine.adapters import full_volume
 from tests.engine.adapters.adapter_dirs import FORMAT, all_elements, load, write_adapter
 from tests.engine.adapters.fake_s3 import FakeS3, serve
 
@@ -122,6 +125,43 @@ def test_a_full_volume_stops_no_load(
     assert "adapter 'sql' is not kept on disk: No space left on device" in caplog.text
     assert list(disk.cache._tmp.iterdir()) == []
     assert disk.weights == []
+
+
+UNSHARE = ("unshare", "--user", "--map-root-user", "--mount")
+
+
+def can_mount() -> bool:
+    command = [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("fake")
+@pytest.mark.skipif(not can_mount(), reason="needs user namespaces, to mount a small volume")
+def test_a_real_volume_that_others_fill_to_the_last_byte(tmp_path: Path) -> None:
+    """FR-69: room is made of what is not being read; with none left loads go on, and nothing lies about."""
+    command = f"{sys.executable} -m {full_volume.__name__} {tmp_path} {URI}"
+    script = f"mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec {command}"
+    done = subprocess.run([*UNSHARE, "sh", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "no room in disk_cache_dir" in done.stderr
+
+
+def test_a_volume_that_is_full_at_the_start_leaves_the_engine_without_a_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FR-69."""
+
+    def no_space(path: Path, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", no_space)
+    config = EngineConfig(model="unused", disk_cache_dir=str(tmp_path / "disk"))
+    AdapterLoader(FORMAT, config, lambda result: None).close()
+    assert "nothing is kept in disk_cache_dir: No space left on device" in caplog.text
 
 
 def test_what_is_refused_is_not_kept(fake: FakeS3, disk: Disk) -> None:

@@ -25,14 +25,18 @@ class SlowCache(DiskCache):
         super().__init__(root, 1 << 30)
         self.gate = threading.Event()
         self.started = threading.Event()
+        self.written = threading.Event()
         self.error: Exception | None = None
 
     def write(self, listing: AdapterListing, contents: Contents, digests: Mapping[str, str]) -> bool:
         self.started.set()
         assert self.gate.wait(WAIT_S)
-        if self.error:
-            raise self.error
-        return super().write(listing, contents, digests)
+        try:
+            if self.error:
+                raise self.error
+            return super().write(listing, contents, digests)
+        finally:
+            self.written.set()
 
 
 @pytest.fixture
@@ -109,6 +113,24 @@ def test_a_disk_that_fails_is_told_and_the_next_write_is_tried(
     writer.offer(reader)
     writer.close()
     assert is_kept(cache, reader)
+
+
+def test_a_trouble_that_lasts_is_told_once_and_again_after_it_was_over(
+    writer: DiskWriter, cache: SlowCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FR-69: a full volume must not fill the log."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    cache.gate.set()
+    for number, error in enumerate((full, full, full, None, full)):
+        cache.error = error
+        cache.written.clear()
+        writer.offer(read(tmp_path, f"a{number}"))
+        assert cache.written.wait(WAIT_S)
+    writer.close()
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "adapter 'a0' is not kept on disk",
+        "adapter 'a4' is not kept on disk",
+    ]
 
 
 def test_too_little_room_is_told(
