@@ -44,7 +44,7 @@ def draw(records: Sequence[Record], marks: Sequence[Mark], folder: Path) -> list
         axes.set_title(title, loc="left")
         axes.set_ylabel(unit)
         axes.grid(alpha=0.3)
-        axes.legend(loc="upper left", fontsize="small")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
         figure.savefig(folder / name, dpi=DPI)
         plt.close(figure)
     return list(pictures)
@@ -93,5 +93,7 @@ def _latencies(axes: Axes, records: Sequence[Record], groups: Sequence[str]) -> 
 def _mark(axes: Axes, marks: Sequence[Mark]) -> None:
     for mark in marks:
         axes.axvline(mark.time_s, color="#475569", linestyle=":", linewidth=1)
-        at = (mark.time_s, axes.get_ylim()[1])
-        axes.annotate(mark.text, at, fontsize="small", rotation=90, ha="right", va="top")
+        where = axes.get_xaxis_transform()
+        axes.text(
+            mark.time_s, 0.97, mark.text, transform=where, fontsize="small", rotation=90, ha="right", va="top"
+        )
