@@ -1,4 +1,4 @@
-"""Names of series: those that replicas and the catalog export, and those that an expression of Prometheus reads."""
+"""Names of series: those that a replica exports, and those that an expression of Prometheus reads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments import catalog_metrics
 from deployments.metrics import render
 from deployments.replica_books import ReplicaBooks
-from deployments.service import CatalogFacts
 from engine.stats import EngineStats
 
 LABEL_VALUES = re.compile(r"^label_values\((\w+), (\w+)\)$")
@@ -18,7 +16,7 @@ _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(?=[{\[ )]|$)")
 
 
 def exported() -> dict[str, set[str]]:
-    """Labels by name of series, of a fleet in which everything has happened."""
+    """Labels by name of series, of a replica in which everything has happened."""
     stats = EngineStats()
     stats.adapter("sql").evictions["slot"] += 1
     books = ReplicaBooks()
@@ -37,8 +35,7 @@ def exported() -> dict[str, set[str]]:
     merged = books.merge_into(engine)
     merged["adapters"]["sql"]["finished"] = {"error": 1}
     names: dict[str, set[str]] = {}
-    page = render([{"replica": "r1", **merged}]) + catalog_metrics.render(CatalogFacts("file", {"ready": 1}))
-    for family in text_string_to_metric_families(page):
+    for family in text_string_to_metric_families(render([{"replica": "r1", **merged}])):
         for sample in family.samples:
             names.setdefault(sample.name, set()).update(sample.labels)
     return names
