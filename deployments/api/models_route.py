@@ -41,20 +41,18 @@ class Models:
         prefix: Name = "",
     ) -> Response:
         """Those whose ids begin with `prefix` and come behind `after`, the last id of the page before."""
-        ids: list[str] = []
-        cards: list[str] = []
+        cards: list[dict[str, Any]] = []
         has_more = False
         piece = PIECE if limit is None else min(PIECE, limit + 1)
         async with aclosing(self._cards(prefix, after, piece)) as found:
             async for card in found:
-                if len(ids) == limit:
+                if len(cards) == limit:
                     has_more = True
                     break
-                ids.append(card["id"])
-                cards.append(json.dumps(card, separators=(",", ":")))
-        ends = {"has_more": has_more, "first_id": ids[0], "last_id": ids[-1]} if ids else _NOTHING
-        rest = json.dumps(ends, separators=(",", ":"))[1:]
-        body = f'{{"object":"list","data":[{",".join(cards)}],{rest}'
+                cards.append(card)
+        ids = [card["id"] for card in cards[:1] + cards[-1:]] or [None]
+        ends = _encode({"has_more": has_more, "first_id": ids[0], "last_id": ids[-1]})
+        body = f'{{"object":"list","data":[{await _encode_all(cards)}],{ends[1:]}'
         return Response(body, media_type="application/json")
 
     async def get(self, model: str) -> dict[str, Any]:
@@ -101,4 +99,14 @@ class Models:
         }
 
 
-_NOTHING = {"has_more": False, "first_id": None, "last_id": None}
+async def _encode_all(cards: list[dict[str, Any]]) -> str:
+    """Joined by commas."""
+    pieces = []
+    for first in range(0, len(cards), PIECE):
+        pieces.append(_encode(cards[first : first + PIECE])[1:-1])
+        await asyncio.sleep(0)
+    return ",".join(pieces)
+
+
+def _encode(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
