@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -16,7 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.serve_process import STOP_TIMEOUT_S, Answer, ServeProcess, serving
+from router.catalog import REFRESH_S
+from tests.cluster.serve_process import CATALOG, STOP_TIMEOUT_S, Answer, ServeProcess, serving
+from tests.cluster.test_deaths import RECOVERY_S, eventually
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.cluster
@@ -73,6 +76,12 @@ class Fleet:
 
     def models(self) -> list[str]:
         return [model["id"] for model in self.call("/v1/models").body["data"]]
+
+    def card(self, name: str) -> dict[str, Any]:
+        """From the listing."""
+        (card,) = self.call(f"/v1/models?prefix={name}").body["data"]
+        assert isinstance(card, dict)
+        return card
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +178,46 @@ def test_an_adapter_loaded_through_one_front_end_is_known_to_all(fleet: Fleet) -
         assert {a.status for a in threads.map(lambda _: fleet.complete("later"), range(20))} == {404}
 
 
+def test_loads_and_unloads_take_effect_everywhere_within_two_seconds(fleet: Fleet) -> None:
+    """FR-58: from the call, whichever front end it and the others reach."""
+    load = {"lora_name": "timed", "lora_path": str(fleet.adapters / "later")}
+    worst = 0.0
+    with ThreadPoolExecutor(8) as threads:
+        for path, body, expected in (
+            ("/v1/load_lora_adapter", load, 200),
+            ("/v1/unload_lora_adapter", {"lora_name": "timed"}, 404),
+        ) * 5:
+            started = time.monotonic()
+            call = threads.submit(fleet.call, path, body)
+            # 24 answers in a row: by chance one front end alone gives them once in eight million times
+            in_a_row = 0
+            while in_a_row < 24:
+                answers = list(threads.map(lambda _: fleet.complete("timed", max_tokens=1).status, range(6)))
+                assert set(answers) <= {200, 404, 503}
+                in_a_row = in_a_row + 6 if set(answers) == {expected} else 0
+                if in_a_row <= 6:
+                    effective = time.monotonic()
+                assert time.monotonic() - started < 10
+            assert call.result().status == 200
+            worst = max(worst, effective - started)
+    assert worst < 2.0
+
+
+def test_what_was_loaded_beside_a_directory_of_adapters_survives_the_catalog(fleet: Fleet) -> None:
+    """FR-59: nobody named a file for it."""
+    load = {"lora_name": "durable", "lora_path": str(fleet.adapters / "later")}
+    assert fleet.call("/v1/load_lora_adapter", load).status == 200
+    (catalog,) = fleet.server.pids(CATALOG)
+    os.kill(catalog, signal.SIGKILL)
+    # answered by the new one: 503 until it can tell
+    eventually(lambda: fleet.complete("never-heard-of").status == 404, RECOVERY_S)
+    assert fleet.server.pids(CATALOG) not in ([], [catalog])
+    assert fleet.complete("durable").status == 200
+    assert fleet.call("/v1/load_lora_adapter", load).status == 409
+    assert 'lorafleet_catalog_kept{kept="file"} 1.0' in fleet.call("/metrics").body
+    assert fleet.call("/v1/unload_lora_adapter", {"lora_name": "durable"}).status == 200
+
+
 def test_an_upload_can_be_used_at_once(fleet: Fleet) -> None:
     shutil.copytree(fleet.adapters / "later", fleet.adapters / "source" / "uploaded")
     assert fleet.complete("uploaded").status == 200
@@ -182,6 +231,19 @@ def test_a_bad_adapter_fails_its_own_requests_only(fleet: Fleet) -> None:
     assert (answer.status, answer.body["error"]["param"]) == (400, "use_dora")
     assert str(fleet.adapters) not in json.dumps(answer.body)
     assert fleet.complete("found").status == 200
+    # one replica has told it: every front end shows it, and no replica reads it again
+    eventually(lambda: all(fleet.card("dora")["state"] == "failed" for _ in range(8)), 2)
+    assert "DoRA" in fleet.card("dora")["reason"]
+    asked = fleet.metric('request_errors_total{adapter="dora"')
+    assert asked >= 1
+    for _ in range(20):
+        again = fleet.complete("dora")
+        assert (again.status, again.body["error"]["param"]) == (400, "use_dora")
+    assert fleet.metric('request_errors_total{adapter="dora"') == asked
+    # until there are other bytes
+    config.write_text(json.dumps({**json.loads(config.read_text()), "use_dora": False}))
+    eventually(lambda: fleet.complete("dora").status == 200, 3 * REFRESH_S)
+    assert fleet.card("dora")["state"] == "ready"
 
 
 def test_metrics_cover_all_replicas_and_know_the_named_adapter(fleet: Fleet) -> None:
