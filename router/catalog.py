@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -31,7 +30,6 @@ from engine.errors import (
 )
 from engine.request import AdapterRef
 from router.catalog_entry import (
-    Canary,
     Entry,
     Snapshot,
     canary_name,
@@ -40,9 +38,10 @@ from router.catalog_entry import (
     shared_name,
 )
 from router.catalog_lookup import SourceLookup
+from router.catalog_merge import merged, named_adapters
 from router.catalog_refusals import Refusals
 from router.catalog_state import CatalogState
-from router.catalog_upkeep import Status, Upkeep, retry_delay_s
+from router.catalog_upkeep import Upkeep, retry_delay_s
 from router.catalog_views import Views
 
 logger = logging.getLogger(__name__)
@@ -170,7 +169,7 @@ class Catalog:
         self._loading[name] = uri
         try:
             await self._publish()
-            version = await self._version_of(uri)
+            version = await self._described_version(uri)
             await self._fleet.load_adapter(AdapterRef(name, uri, version))
             await self._state.change(lambda desired: desired.with_loaded(name, uri))
             self._refusals.forget(uri)
@@ -188,7 +187,7 @@ class Catalog:
         """
         if name not in self._entries or name in self._loading:
             raise ModelNotFound(f"no adapter {name!r}")
-        version = await self._version_of(uri)
+        version = await self._described_version(uri)
         if weight:
             await self._fleet.load_adapter(AdapterRef(canary_name(name), uri, version))
             self._refusals.forget(uri)
@@ -296,6 +295,10 @@ class Catalog:
         for ref in self._discovered.values():
             if ref.uri == uri:
                 return ref.version  # the listing has told it already
+        return await self._described_version(uri)
+
+    async def _described_version(self, uri: str) -> str:
+        """Of what is there now, which may be newer than the listing."""
         return (await asyncio.to_thread(self._describe, uri)).version
 
     async def _publish(self) -> None:
@@ -310,11 +313,7 @@ class Catalog:
         await self._views.advance(changed)
 
     def _named(self) -> dict[str, str]:
-        """Name -> URI of those that somebody named, canaries last."""
-        desired = self._state.desired
-        named = {**self._static, **desired.loaded}
-        canaries = {canary_name(name): canary.uri for name, canary in desired.canaries.items()}
-        return {**{name: uri for name, uri in named.items() if name not in desired.removed}, **canaries}
+        return named_adapters(self._static, self._state.desired)
 
     def _kept(self) -> dict[str, str]:
         return dict(islice(self._named().items(), self._max_kept))
@@ -322,29 +321,9 @@ class Catalog:
     def _merged(self) -> dict[str, Entry]:
         named = self._named()
         self._upkeep.want(named)
-        loading = {
-            name: Entry(AdapterRef(name, uri), Status("loading")) for name, uri in self._loading.items()
-        }
-        removed = self._state.desired.removed
-        found = {
-            name: self._entry(ref, Status()) for name, ref in self._discovered.items() if name not in removed
-        }
-        upkeep = self._upkeep
-        kept = {
-            name: self._entry(AdapterRef(name, uri, upkeep.version(name)), upkeep.status(name))
-            for name, uri in named.items()
-        }
-        entries = {**loading, **found, **kept}
-        for name, canary in self._state.desired.canaries.items():
-            entry = entries.pop(canary_name(name))
-            # one that cannot be had leaves all requests to the version that can
-            if name in entries and entry.status.state == "ready":
-                entries[name] = replace(entries[name], canary=Canary(entry.ref, canary.weight))
-        return entries
-
-    def _entry(self, ref: AdapterRef, status: Status) -> Entry:
-        refusal = self._refusals.get(ref)
-        return Entry(ref, Status("failed", refusal.message) if refusal else status, refusal=refusal)
+        return merged(
+            self._loading, self._discovered, named, self._state.desired, self._upkeep, self._refusals
+        )
 
 
 async def _error_of(part: Awaitable[None]) -> Exception | None:

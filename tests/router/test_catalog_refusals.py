@@ -152,3 +152,20 @@ def test_a_template_that_cannot_be_read_is_a_refusal_too() -> None:
         assert reads == ["src/a"]
 
     run(main)
+
+
+def test_a_load_right_after_an_upload_takes_the_new_bytes() -> None:
+    """Not those that the last listing has told of."""
+
+    async def main() -> None:
+        source, fleet = FakeSource(a="1"), FakeFleet()
+        catalog = build(source, fleet=fleet)
+        await catalog.refresh()
+        await catalog.refused(await catalog.lookup("a"), NO_DORA)
+        source.versions["a"] = "2"
+        await catalog.load("a", "src/a", may_replace=True)
+        await catalog.load_canary("a", "src/a", 0.5)
+        assert [ref.version for ref in fleet.loaded] == ["2", "2"]
+        assert (await catalog.lookup("a")).version == "2"
+
+    run(main)
