@@ -17,12 +17,12 @@ from tests.k8s.manifests import OVERLAYS, ROOT, SCENARIOS, build, of_kind, pod_t
 KUBERNETES = "1.37"
 CRDS = Path(os.environ.get("KUBERAY_CRDS", ROOT.parent / "shared" / "k8s-crds"))
 NAMESPACE = "lorafleet"
-# of operators, whose schemas are not here; tests of their own look at them
-FOREIGN = ("RayService", "PodMonitor", "PrometheusRule", "Gateway", "HTTPRoute", "InferencePool")
-GATEWAY_CRDS = {  # as their projects name the files
+OTHER_CRDS = {  # as their projects name the files
     "Gateway": "gateway.networking.k8s.io_gateways.yaml",
     "HTTPRoute": "gateway.networking.k8s.io_httproutes.yaml",
     "InferencePool": "inference.networking.k8s.io_inferencepools.yaml",
+    "PodMonitor": "monitoring.coreos.com_podmonitors.yaml",
+    "PrometheusRule": "monitoring.coreos.com_prometheusrules.yaml",
 }
 
 
@@ -62,20 +62,22 @@ def test_the_schema_finds_mistakes(path: tuple[str | int, ...], value: object, v
     assert not validator.is_valid(broken)
 
 
-@pytest.mark.parametrize("kind", GATEWAY_CRDS)
-def test_gateway_objects_are_their_projects(kind: str) -> None:
-    (found,) = of_kind("overlays/inference-gateway", kind)
-    validator = validator_of(GATEWAY_CRDS[kind])
-    assert [f"{error.json_path}: {error.message}" for error in validator.iter_errors(found)] == []
-    broken: Any = copy.deepcopy(found)
-    broken["spec"]["parentRef"] = []
-    assert not validator.is_valid(broken)
+@pytest.mark.parametrize("kind", OTHER_CRDS)
+def test_gateways_and_monitors_are_their_projects(kind: str) -> None:
+    objects = [*of_kind("overlays/inference-gateway", kind), *of_kind("overlays/monitoring", kind)]
+    assert objects
+    validator = validator_of(OTHER_CRDS[kind])
+    for found in objects:
+        assert [f"{error.json_path}: {error.message}" for error in validator.iter_errors(found)] == []
+        broken: Any = copy.deepcopy(found)
+        broken["spec"]["selectors"] = {}
+        assert not validator.is_valid(broken)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_objects_and_pods_are_kubernetes_own(scenario: str) -> None:
     for found in build(scenario):
-        if found["kind"] not in FOREIGN:
+        if found["kind"] not in ("RayService", *OTHER_CRDS):  # of operators, see above
             kubernetes_validate.validate(found, KUBERNETES, strict=True)
     for name, template in pod_templates(scenario):
         pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(template)}
