@@ -20,7 +20,8 @@ from load_tests.harness.client import CUT_OFF, NO_ANSWER, Record, Target, run
 from load_tests.harness.faulty_link import FaultyLink
 from load_tests.harness.workload import Planned
 
-TOKENS, WAIT_S = 4, 0.02
+TOKENS, WAIT_S = 4, 0.1
+DELAY_S = 0.3
 
 
 def event(data: dict[str, Any]) -> bytes:
@@ -169,13 +170,12 @@ def test_a_link_can_be_slow_and_cut_and_well_again() -> None:
             return record
 
         quick = one()
-        link.delay_s = 0.3
+        link.delay_s = DELAY_S
         slow = one()
         link.delay_s, link.is_cut = 0.0, True
         cut = one()
         link.is_cut = False
         well = one()
     assert (quick.error, slow.error, cut.error, well.error) == (None, None, NO_ANSWER, None)
-    assert quick.ttft_s is not None
     assert slow.ttft_s is not None
-    assert slow.ttft_s > 0.6 > quick.ttft_s
+    assert slow.ttft_s > 2 * DELAY_S + WAIT_S, "once there and once back"
