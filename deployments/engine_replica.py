@@ -14,6 +14,7 @@ from typing import Any
 
 from deployments.coalesce import coalesce
 from deployments.fleet_scaler import encode_load
+from deployments.label_cap import DEFAULT_MAX_NAMES
 from deployments.metrics_server import MetricsServer
 from deployments.replica_books import ReplicaBooks, routing_stats
 from deployments.request_times import RequestTimes, placed
@@ -34,7 +35,7 @@ ENGINE_CLIENT = "engine.client:EngineClient"
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     stream_interval_s: float = 0.04  # least time between two chunks of a stream
-    metrics_max_adapters: int = 100  # adapters that this replica's metrics name
+    metrics_max_adapters: int = DEFAULT_MAX_NAMES  # adapters that this replica's metrics name
     engine_client: str = ENGINE_CLIENT  # module:Class; tests bring a fake
     metrics_port: int | None = None  # of a page of its own; None: no page
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 OTHER = "_other"
+DEFAULT_MAX_NAMES = 200
 
 
 class LabelCap:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Any
 
-from deployments.label_cap import LabelCap
+from deployments.label_cap import DEFAULT_MAX_NAMES, LabelCap
 from deployments.request_times import RequestTimes
 from engine.stats import BASE, Histogram
 
@@ -42,7 +42,7 @@ _NEVER = AdapterBook(last_used=float("-inf"))
 
 
 class ReplicaBooks:
-    def __init__(self, max_names: int = 100) -> None:
+    def __init__(self, max_names: int = DEFAULT_MAX_NAMES) -> None:
         self._cap = LabelCap(max_names)
         self._adapters: dict[str, AdapterBook] = {}
         self._routes: dict[str, int] = {}
