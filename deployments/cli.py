@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands.add_parser("serve", help="serve a base model and its adapters"))
     check = commands.add_parser("check", help="tell whether an adapter can be served")
     check.add_argument("adapter", help="directory or s3://bucket/prefix of one adapter")
-    check.add_argument("--model", required=True, help="directory or hub id of the base model")
+    check.add_argument("--model", required=True, help="directory, hub id or s3:// prefix of the base model")
     check.add_argument("--max-rank", type=int, help="largest rank that is served")
     check.set_defaults(run=_check)
     demo = commands.add_parser("demo", help="serve a small real model with three adapters")
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", type=Path, help="YAML file with the same names; flags win over it")
-    add("--model", help="directory or hub id of the base model")
+    add("--model", help="directory, hub id or s3:// prefix of the base model")
     add("--served-model-name", nargs="+", action="extend",
         help="its names in requests (default: the last part of --model)")  # fmt: skip
     add("--lora-modules", nargs="+", action="extend", metavar="NAME=PATH",

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
+from deployments.label_cap import DEFAULT_MAX_NAMES
 from engine.config import EngineConfig
 from router.autoscaling import Bounds
 from router.policy import DEFAULT_MAX_WAIT_S, DEFAULT_MEMORY_S, DEFAULT_SLACK
@@ -51,7 +52,7 @@ class AutoscalingArgs(BaseModel):
 class AppArgs(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    model: str  # directory or hub id
+    model: str  # directory, hub id or s3://bucket/prefix
     served_model_name: list[str] = []  # none: the last part of `model`
     adapter_source: str | None = None  # directory or s3://bucket/prefix; each sub-folder is an adapter
     lora_modules: dict[str, str] = {}  # name -> directory or s3:// prefix of one adapter
@@ -71,7 +72,7 @@ class AppArgs(BaseModel):
 
     stream_interval_s: float = Field(default=0.04, ge=0)  # least time between two chunks of one stream
     graceful_shutdown_timeout_s: float = Field(default=120.0, gt=0)  # above the longest answer
-    metrics_max_adapters: int = Field(default=100, ge=1)  # named by a replica; the rest share a label
+    metrics_max_adapters: int = Field(default=DEFAULT_MAX_NAMES, ge=1)  # named by a replica; the rest share a label
     metrics_port: int | None = Field(
         default=None, ge=1, le=65535
     )  # of each replica's own page, beside the API's

@@ -21,7 +21,7 @@ from router.residency_router import BASE_ID
 
 @dataclass(frozen=True, slots=True)
 class IngressSettings:
-    model: str  # directory or hub id, for the tokenizer
+    model: str  # directory, hub id or s3://bucket/prefix, for the tokenizer
     model_names: tuple[str, ...]
     created: int  # epoch seconds
     load_timeout_s: float

@@ -17,7 +17,7 @@ LoraSharding = Literal["auto", "replicate", "full"]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    model: str  # directory or hub id
+    model: str  # directory, hub id or s3://bucket/prefix
     device: Device = "cpu"
     dtype: Dtype = "auto"  # auto: float32 on cpu, bfloat16 on cuda
     max_model_len: int | None = None  # tokens, prompt + output; None: what the model and the pool allow

@@ -23,9 +23,9 @@ from tests.k8s.manifests import (
 )
 
 each_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
-# read by Ray, by huggingface_hub, by Triton and by OpenTelemetry
+# read by Ray, by huggingface_hub, by Triton, by OpenTelemetry, and by us
 OTHERS_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED", "HF_HOME", "HF_TOKEN", "TRITON_CACHE_DIR",
+    "RAY_USAGE_STATS_ENABLED", "HF_HOME", "HF_TOKEN", "TRITON_CACHE_DIR", "LORAFLEET_CACHE",
     environment_variables.OTEL_TRACES_SAMPLER, environment_variables.OTEL_TRACES_SAMPLER_ARG, *ENDPOINTS,
 }  # fmt: skip
 
