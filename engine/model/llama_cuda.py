@@ -17,8 +17,9 @@ from engine.model.loading import LlamaWeights
 from engine.model.rope import rotary_table
 from engine.model.spec import ModelSpec
 from engine.shape import PROJECTIONS, ModelShape
-from engine.tensor_parallel.comm import ALONE, Comm
+from engine.tensor_parallel.comm import ALONE, Comm, PeerSets
 from kernels.add_delta.triton import add_delta
+from kernels.all_reduce.triton import all_reduce_add_rms_norm
 from kernels.embedding.triton import embed
 from kernels.linear.triton import linear
 from kernels.paged_attention.triton import AttentionPlan, paged_attention
@@ -97,9 +98,15 @@ class AfterBase:
 
 class CudaLlama:
     def __init__(
-        self, spec: ModelSpec, weights: LlamaWeights, max_model_len: int, comm: Comm = ALONE
+        self,
+        spec: ModelSpec,
+        weights: LlamaWeights,
+        max_model_len: int,
+        comm: Comm = ALONE,
+        peers: PeerSets | None = None,
     ) -> None:
         self._comm = comm
+        self._peers = peers
         self.spec = spec
         self.weights = weights
         device = weights.embed.device
@@ -135,28 +142,39 @@ class CudaLlama:
             rows = slots if delta is not None else None
             q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows, pdl=pdl)
             o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention, pdl=pdl)
-            y_TE, delta = self._sum(branch.linear(o_THD.flatten(1), layer.o, self.o, i), slots)
-            rows = slots if delta is not None else None
-            h_TE = add_rms_norm(residual_TE, y_TE, layer.post_norm, eps, delta, rows, pdl=pdl)
+            partial = branch.linear(o_THD.flatten(1), layer.o, self.o, i)
+            h_TE = self._add_norm(residual_TE, partial, layer.post_norm, slots, pdl, 0)
             act_TI = branch.gated(h_TE, layer.gate_up, self.gate_up, i, slots)
-            y_TE, delta = self._sum(branch.linear(act_TI, layer.down, self.down, i), slots)
+            partial = branch.linear(act_TI, layer.down, self.down, i)
             is_last = i + 1 == len(layers)
             norm = self.weights.final_norm if is_last else layers[i + 1].input_norm
-            h_TE = add_rms_norm(residual_TE, y_TE, norm, eps, delta, rows, pdl=pdl)
+            h_TE = self._add_norm(residual_TE, partial, norm, slots, pdl, 1)
         return h_TE
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary], in the model's dtype; `out` [rows, this rank's part] is used."""
         return self._comm.gather_columns(linear(hidden, self.weights.lm_head, out))
 
-    def _sum(self, partial: Linear, slots: torch.Tensor) -> Linear:
-        """Over the ranks, and what adapters add with it."""
-        if self._comm is ALONE:
-            return partial
-        y, delta = partial
-        if delta is not None:
-            add_delta(y, delta, slots)
-        return self._comm.all_reduce(y), None
+    def _add_norm(
+        self,
+        residual: torch.Tensor,
+        partial: Linear,
+        norm: torch.Tensor,
+        slots: torch.Tensor,
+        pdl: bool,
+        peer_set: int,
+    ) -> torch.Tensor:
+        """Over the ranks the sum of `partial`, what adapters add included; `peer_set`s come in turn."""
+        (y, delta), eps = partial, self.spec.rms_norm_eps
+        rows = slots if delta is not None else None
+        if self._peers is not None and len(y) <= self._peers[peer_set].max_rows:
+            peers = self._peers[peer_set]
+            return all_reduce_add_rms_norm(residual, y, norm, eps, peers, delta, rows, pdl)
+        if self._comm is not ALONE:
+            if delta is not None:
+                add_delta(y, delta, slots)
+            y, delta, rows = self._comm.all_reduce(y), None, None
+        return add_rms_norm(residual, y, norm, eps, delta, rows, pdl=pdl)
 
 
 def fused_modules(shape: ModelShape) -> tuple[FusedModule, FusedModule, FusedModule, FusedModule]:

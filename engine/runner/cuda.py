@@ -77,7 +77,6 @@ class CudaRunner:
         """`spec.shape` and `weights`: what this rank holds."""
         device = weights.embed.device
         shape = spec.shape
-        self._model = CudaLlama(spec, weights, max_model_len, comm)
         self._pool = torch.zeros(
             num_pages, shape.page_elems(page_tokens), dtype=weights.embed.dtype, device=device
         )
@@ -97,6 +96,8 @@ class CudaRunner:
         self._poison = config.debug
         # decodes of all sequences, and prefill chunks short enough for launches to cost more than running
         most = max(config.max_num_seqs, min(BUCKETS[-1], config.max_num_batched_tokens))
+        peers = comm.peer_buffers(most, shape.hidden_size, weights.embed.dtype)
+        self._model = CudaLlama(spec, weights, max_model_len, comm, peers)
         self._buckets = [b for b in BUCKETS if b < most] + [most]
         decode_plans = {bucket: decode_plan(bucket, config.max_rank) for bucket in self._buckets}
         self._prefill_plan = prefill_plan(config.max_num_batched_tokens, config.max_num_seqs, config.max_rank)
@@ -126,8 +127,8 @@ class CudaRunner:
         )
         self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._can_capture = comm.can_be_captured
-        # not yet shown to be right behind a sum over ranks
-        self._pdl = comm is ALONE
+        # not behind a launch of NCCL's, which may be on another stream
+        self._pdl = comm is ALONE or peers is not None
         self._graphs: dict[_Kind, _Captured] = {}
 
     def warm_up(self, watch: Stopwatch | None = None) -> None:

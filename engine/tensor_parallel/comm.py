@@ -6,10 +6,15 @@ With fully sharded adapters also what lies between their A and B.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from kernels.all_reduce.triton import PeerBuffers
+
+PeerSets = tuple["PeerBuffers", "PeerBuffers"]
 
 
 class Comm(Protocol):
@@ -34,6 +39,9 @@ class Comm(Protocol):
     def least(self, value: int) -> int:
         """Of all ranks'."""
 
+    def peer_buffers(self, max_rows: int, width: int, dtype: torch.dtype) -> PeerSets | None:
+        """For sums of `max_rows` rows or fewer in kernels.all_reduce; None: they go through `all_reduce`."""
+
 
 class Alone:
     """A group of one."""
@@ -57,6 +65,9 @@ class Alone:
 
     def least(self, value: int) -> int:
         return value
+
+    def peer_buffers(self, max_rows: int, width: int, dtype: torch.dtype) -> PeerSets | None:
+        return None
 
 
 ALONE = Alone()
@@ -120,6 +131,14 @@ class Ranks:
         values = torch.tensor([value], device="cuda" if self.can_be_captured else "cpu")
         dist.all_reduce(values, dist.ReduceOp.MIN)
         return int(values)
+
+    def peer_buffers(self, max_rows: int, width: int, dtype: torch.dtype) -> PeerSets | None:
+        if not self.can_be_captured:
+            return None  # a process has no GPU of its own
+        # triton takes a second to import, and the CPU backend needs it not
+        from kernels.all_reduce.peers import share_memory
+
+        return share_memory(max_rows, width, dtype)
 
 
 def leave() -> None:

@@ -20,7 +20,8 @@ from engine.runner.batch import build_batch
 from engine.runner.step_inputs import StepInputs
 from engine.shape import NUM_PROJECTIONS
 from engine.sharding import WHOLE, Shard
-from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
+from engine.tensor_parallel.comm import ALONE, Comm, PeerSets, Ranks, join, leave
+from kernels.all_reduce.triton import PeerBuffers, local_buffers
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, AdapterViews, absolute_offsets
 from kernels.sgmv.lists import lists_size, write_lists
@@ -44,7 +45,10 @@ def make_files(path: Path) -> None:
 class Both:
     """One rank's model and pool, and both ways to run it."""
 
-    def __init__(self, path: Path, shard: Shard = WHOLE, comm: Comm = ALONE) -> None:
+    def __init__(
+        self, path: Path, shard: Shard = WHOLE, comm: Comm = ALONE, peers: PeerSets | None = None
+    ) -> None:
+        self.peers = peers
         torch.manual_seed(0)
         whole = load_model_spec(str(path / "base"))
         self.spec = local_spec(whole, shard)
@@ -85,7 +89,7 @@ class Both:
             plan = prefill_plan(num_tokens, 8, MAX_RANK)
         inputs = StepInputs(64, 8, 8, lists_size(plan), PAGE_TOKENS, {}, torch.device("cpu"))
         batch = inputs.write(chunks, num_tokens, len(chunks), int)
-        model = CudaLlama(self.spec, self.weights, 128, self.comm)
+        model = CudaLlama(self.spec, self.weights, 128, self.comm, self.peers)
         modules = (model.qkv, model.o, model.gate_up, model.down)
         workspace = SgmvWorkspace(plan, modules, pool, self.table, inputs.device["lists"])
         workspace.poison()
@@ -131,17 +135,25 @@ def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(both.on_gpu(chunks, kind), both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
 
 
-def test_two_ranks_equal_the_cpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_peers", [False, True])
+def test_two_ranks_equal_the_cpus(tmp_path: Path, with_peers: bool) -> None:
     make_files(tmp_path)
+    sets = None
+    if with_peers:
+        sets = local_buffers(2, 32, load_model_spec(str(tmp_path / "base")).shape.hidden_size, torch.float32)
+        for ranks in sets:
+            for tensor in ranks[0].rows + ranks[0].flags:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
     # forked: importing everything anew would take most of the time
-    start_processes(_check_rank, (tmp_path,), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
+    start_processes(_check_rank, (tmp_path, sets), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
 
 
-def _check_rank(rank: int, path: Path) -> None:
+def _check_rank(rank: int, path: Path, sets: list[list[PeerBuffers]] | None) -> None:
     setattr(engine.model.loading, "pack_weight", lambda weight: weight)  # noqa: B010
     torch.set_num_threads(1)
     join(rank, 2, str(path / "rendezvous"), "cpu")
-    both = Both(path, Shard(rank, 2), Ranks([128, 128]))
+    peers = None if sets is None else (sets[0][rank], sets[1][rank])
+    both = Both(path, Shard(rank, 2), Ranks([128, 128]), peers)
     chunks = mixed_chunks("beside")[2:]
     torch.testing.assert_close(both.on_gpu(chunks, "beside"), both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
     leave()

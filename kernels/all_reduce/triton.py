@@ -1,0 +1,177 @@
+"""One-shot all-reduce over NVLink with residual add and RMSNorm in one launch, for a step's few rows.
+
+Every rank writes its part of a row into all others' memory, raises a flag there, waits for the others'
+flags and sums: one trip over the link, where a ring or a reduce-scatter takes several. From each rank N - 1
+times the row crosses the link, so that large inputs are NCCL's. After the one-shot algorithm of the custom
+all-reduces of TensorRT-LLM and vLLM; they read the others' memory, which is a round trip more.
+
+There are two sets of buffers, for calls in turn. A set is written again by the call after the next; a rank
+that is there has ended the call in between, so it had all flags of that call, so every other rank had begun
+it, and had ended the one that read this set. Hence no barrier at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+NUM_SETS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBuffers:
+    """Of one set, memory of all ranks as this one sees it: what a rank is sent, and by whom."""
+
+    rank: int
+    rows: tuple[torch.Tensor, ...]  # of each rank: [ranks, most rows, H]
+    flags: tuple[torch.Tensor, ...]  # of each rank: int32 [ranks, most rows], zero between calls
+
+    @property
+    def max_rows(self) -> int:
+        return self.flags[0].shape[1]
+
+
+def all_reduce_add_rms_norm(
+    residual: torch.Tensor,
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    peers: PeerBuffers,
+    delta: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The contract of kernels.all_reduce.reference for this rank; residual in place, returns `out`, new.
+
+    residual, y and delta [T, H] contiguous, T at most peers.max_rows and the same on all ranks; delta and
+    slots: both or neither. All ranks must call it as often and in the same order, sets in turn. Never ends if
+    another rank does not call it.
+    pdl: as of rotary_kv_write.
+    """
+    assert (delta is None) == (slots is None)
+    for tensor in (y, delta):
+        assert tensor is None or (tensor.shape == residual.shape and tensor.is_contiguous())
+    assert residual.is_contiguous()
+    num_rows, width = residual.shape
+    assert num_rows <= peers.max_rows
+    out = torch.empty_like(residual)
+    if num_rows == 0:
+        return out
+    block = triton.next_power_of_2(width)
+    _all_reduce_kernel[(num_rows,)](
+        residual,
+        y,
+        delta,
+        slots,
+        weight,
+        out,
+        peers.rows,
+        peers.flags,
+        peers.max_rows,
+        width,
+        eps,
+        RANK=peers.rank,
+        WORLD=len(peers.rows),
+        HAS_DELTA=delta is not None,
+        PDL=pdl,
+        launch_pdl=pdl,
+        BLOCK=block,
+        num_warps=min(max(block // 256, 1), 16),  # 8 elements a thread: one load of 16 bytes in bf16
+    )
+    return out
+
+
+def local_buffers(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> list[list[PeerBuffers]]:
+    """[set][rank] in one process' memory, for tests and as the layout that ranks share."""
+    sets = []
+    for _ in range(NUM_SETS):
+        rows = tuple(torch.zeros(num_ranks, max_rows, width, dtype=dtype) for _ in range(num_ranks))
+        flags = tuple(torch.zeros(num_ranks, max_rows, dtype=torch.int32) for _ in range(num_ranks))
+        sets.append([PeerBuffers(rank, rows, flags) for rank in range(num_ranks)])
+    return sets
+
+
+def split_symmetric(
+    tensors: Sequence[torch.Tensor], rank: int, max_rows: int, width: int, dtype: torch.dtype
+) -> tuple[PeerBuffers, PeerBuffers]:
+    """The sets in the ranks' symmetric memory, uint8 [symmetric_bytes(...)] each, zeroed by its owner."""
+    world = len(tensors)
+    sets = []
+    for chunks in zip(*(tensor.chunk(NUM_SETS) for tensor in tensors), strict=True):
+        size = world * max_rows * width * dtype.itemsize
+        rows = tuple(chunk[:size].view(dtype).view(world, max_rows, width) for chunk in chunks)
+        flags = tuple(chunk[size:].view(torch.int32).view(world, max_rows) for chunk in chunks)
+        sets.append(PeerBuffers(rank, rows, flags))
+    first, second = sets
+    return first, second
+
+
+def symmetric_bytes(world: int, max_rows: int, width: int, dtype: torch.dtype) -> int:
+    """That each rank has to share."""
+    return NUM_SETS * world * max_rows * (width * dtype.itemsize + torch.int32.itemsize)
+
+
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["slots_ptr"])
+def _all_reduce_kernel(
+    residual_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    delta_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    rows_ptrs: tuple[tl.tensor, ...],
+    flags_ptrs: tuple[tl.tensor, ...],
+    max_rows: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row a program; only programs of the same row wait for each other."""
+    dtype = residual_ptr.dtype.element_ty
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    at = row.to(tl.int64) * width + columns
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    own = tl.load(y_ptr + at, mask=inside, other=0.0)
+    if HAS_DELTA:
+        delta_width = tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
+        delta = tl.load(delta_ptr + at, mask=columns < delta_width, other=0.0)
+        own = (own.to(tl.float32) + delta.to(tl.float32)).to(dtype)
+    mine = RANK * max_rows + row
+    for peer in tl.static_range(WORLD):
+        if peer != RANK:
+            tl.store(rows_ptrs[peer] + mine.to(tl.int64) * width + columns, own, mask=inside)
+    tl.debug_barrier()  # one thread's release tells of all threads' stores
+    for peer in tl.static_range(WORLD):
+        if peer != RANK:
+            tl.atomic_xchg(flags_ptrs[peer] + mine, 1, sem="release", scope="sys")
+    values = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for peer in tl.static_range(WORLD):
+        if peer == RANK:
+            total += own.to(tl.float32)
+        else:
+            theirs = peer * max_rows + row
+            while tl.atomic_cas(flags_ptrs[RANK] + theirs, 1, 0, sem="acquire", scope="sys") != 1:
+                pass
+            tl.debug_barrier()  # and one thread's acquire is for all threads' loads
+            part = tl.load(
+                rows_ptrs[RANK] + theirs.to(tl.int64) * width + columns, mask=inside, other=0.0, volatile=True
+            )
+            total += part.to(tl.float32)
+    values = (values + total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    tl.store(residual_ptr + at, values.to(dtype), mask=inside)
+    inverse_rms = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
+    normed = (values * inverse_rms).to(dtype).to(tl.float32)
+    tl.store(out_ptr + at, (weight * normed).to(dtype), mask=inside)

@@ -1,0 +1,125 @@
+"""The fused all-reduce against its reference: ranks are processes in the interpreter, streams on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import start_processes
+
+from kernels.all_reduce.reference import all_reduce_add_rms_norm as reference
+from kernels.all_reduce.triton import (
+    NUM_SETS,
+    PeerBuffers,
+    all_reduce_add_rms_norm,
+    local_buffers,
+    split_symmetric,
+    symmetric_bytes,
+)
+from tests.kernels.triton_cases import DEVICE, ULP, adapter_slots
+
+EPS = 1e-5
+MAX_ROWS = 8
+NUM_CALLS = 7  # each set several times, by different numbers of rows
+
+
+class Call(NamedTuple):
+    residual: torch.Tensor
+    ys: list[torch.Tensor]  # of each rank
+    deltas: list[torch.Tensor]
+    slots: torch.Tensor
+    weight: torch.Tensor
+    has_delta: bool
+
+    def want(self) -> tuple[torch.Tensor, torch.Tensor]:
+        deltas = self.deltas if self.has_delta else None
+        return reference(self.residual, self.ys, deltas, self.slots, self.weight, EPS)
+
+    def run(self, rank: int, peers: PeerBuffers) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = self.residual.clone()
+        lora = (self.deltas[rank], self.slots) if self.has_delta else ()
+        return residual, all_reduce_add_rms_norm(residual, self.ys[rank], self.weight, EPS, peers, *lora)
+
+
+def make_calls(world: int, width: int, dtype: torch.dtype) -> list[Call]:
+    generator = torch.Generator().manual_seed(world)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+    calls = []
+    for i in range(NUM_CALLS):
+        rows = 1 + (5 * i) % MAX_ROWS
+        slots = adapter_slots(rows)
+        deltas = [randn(rows, width) for _ in range(world)]
+        for delta in deltas:
+            delta[slots < 0] = torch.nan  # no kernel may look there
+        ys = [randn(rows, width) for _ in range(world)]
+        calls.append(Call(randn(rows, width), ys, deltas, slots, randn(width), has_delta=i % 2 == 1))
+    return calls
+
+
+def check(call: Call, residual: torch.Tensor, out: torch.Tensor) -> None:
+    want_residual, want_out = call.want()
+    assert torch.equal(residual, want_residual)
+    torch.testing.assert_close(out.float(), want_out.float(), rtol=2 * ULP[out.dtype], atol=1e-6)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="in the interpreter")
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_in_processes_equal_the_reference(world: int) -> None:
+    sets = local_buffers(world, MAX_ROWS, 200, torch.float32)
+    for ranks in sets:
+        for tensor in ranks[0].rows + ranks[0].flags:
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
+    start_processes(_run_rank, (sets,), nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+    assert all(int(flags.abs().sum()) == 0 for ranks in sets for flags in ranks[0].flags)
+
+
+def _run_rank(rank: int, sets: list[list[PeerBuffers]]) -> None:
+    torch.set_num_threads(1)
+    for i, call in enumerate(make_calls(len(sets[0]), 200, torch.float32)):
+        check(call, *call.run(rank, sets[i % NUM_SETS][rank]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [200, 4096])
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_in_streams_equal_the_reference(world: int, width: int, dtype: torch.dtype) -> None:
+    nbytes = symmetric_bytes(world, MAX_ROWS, width, dtype)
+    memory = [torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(world)]
+    sets = [split_symmetric(memory, rank, MAX_ROWS, width, dtype) for rank in range(world)]
+    calls = make_calls(world, width, dtype)
+    streams = [torch.cuda.Stream() for _ in range(world)]  # type: ignore[no-untyped-call]
+    results: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    # compiled before: a launch that compiles would wait for kernels that wait for it
+    warm = make_calls(1, width, dtype)
+    for has_delta in (False, True):
+        for rank in range(world):
+            call = warm[has_delta]._replace(
+                ys=warm[has_delta].ys * world, deltas=warm[has_delta].deltas * world
+            )
+            flags = sets[rank][0].flags[rank]
+            flags.fill_(1)  # as if all others had been here
+            call.run(rank, sets[rank][0])
+            for others in memory:
+                others.zero_()
+    torch.cuda.synchronize()
+    for i, call in enumerate(calls):
+        results.append([])
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[-1].append(call.run(rank, sets[rank][i % NUM_SETS]))
+    torch.cuda.synchronize()
+    for call, ranks in zip(calls, results, strict=True):
+        for residual, out in ranks:
+            check(call, residual, out)
+
+
+def test_more_rows_than_there_is_room_for_are_a_bug_of_the_caller(tmp_path: Path) -> None:
+    peers = local_buffers(2, 2, 8, torch.float32)[0][0]
+    with pytest.raises(AssertionError):
+        all_reduce_add_rms_norm(torch.zeros(3, 8), torch.zeros(3, 8), torch.ones(8), EPS, peers)
