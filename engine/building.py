@@ -59,7 +59,7 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     # the other ranks fail as this one does, but this one tells of it
     spec = load_model_spec(config.model)
     shard_shape(spec.shape, Shard(0, config.tensor_parallel_size))
-    config = replace(config, lora_sharding=_lora_sharding(config, spec))
+    config = replace(config, lora_sharding=decide_lora_sharding(config, spec))
     group = Group(config)
     try:
         built = build_rank(config, Shard(0, config.tensor_parallel_size), str(group.rendezvous))
@@ -136,8 +136,8 @@ def _plan_rank(config: EngineConfig, shard: Shard, rendezvous: str) -> _RankPlan
     return _RankPlan(config, spec, dtype, pages, shard, comm, watch)
 
 
-def _lora_sharding(config: EngineConfig, spec: ModelSpec) -> Sharding:
-    """Of a group."""
+def decide_lora_sharding(config: EngineConfig, spec: ModelSpec) -> Sharding:
+    """Of a group; see engine/tensor_parallel/costs.py."""
     if config.device == "cuda":
         return "replicate"
     if config.lora_sharding != "auto":

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.building import decide_lora_sharding
 from engine.errors import InvalidRequest
+from engine.model.spec import load_model_spec
+from engine.tensor_parallel.costs import Batch, GroupCost
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 
@@ -178,3 +181,19 @@ def test_groups_are_refused_on_gpus() -> None:
     with pytest.raises(InvalidRequest) as error:
         Engine(EngineConfig(model="any", device="cuda", tensor_parallel_size=2))
     assert error.value.param == "tensor_parallel_size"
+
+
+def test_auto_shards_adapters_fully_where_only_that_fits(tmp_path: Path) -> None:
+    spec = load_model_spec(str(make_llama(tmp_path / "base")))
+    settings: dict[str, Any] = {
+        "model": spec.path, "tensor_parallel_size": 2, "max_num_seqs": 4, "typical_rank": 64, "max_rank": 64,
+        "max_model_len": 16,
+    }  # fmt: skip
+    batch = Batch(rows=4, rank=64, context=16)
+    whole, cut = (GroupCost.of(spec.shape, 2, s, 4).pool_bytes(batch) for s in ("replicate", "full"))
+    assert cut < whole - 8192
+    for pool_bytes, expected in ((2 * whole, "replicate"), (whole - 1, "full"), (cut // 2, "replicate")):
+        config = EngineConfig(pool_bytes=pool_bytes, **settings)
+        assert decide_lora_sharding(config, spec) == expected
+    asked = EngineConfig(pool_bytes=2 * whole, lora_sharding="full", **settings)
+    assert decide_lora_sharding(asked, spec) == "full"
