@@ -72,7 +72,7 @@ class AppArgs(BaseModel):
 
     stream_interval_s: float = Field(default=0.04, ge=0)  # least time between two chunks of one stream
     graceful_shutdown_timeout_s: float = Field(default=120.0, gt=0)  # above the longest answer
-    metrics_max_adapters: int = Field(default=DEFAULT_MAX_NAMES, ge=1)  # named by a replica; the rest share a label
+    metrics_max_adapters: int = Field(default=DEFAULT_MAX_NAMES, ge=1)  # named; the rest share a label
     metrics_port: int | None = Field(
         default=None, ge=1, le=65535
     )  # of each replica's own page, beside the API's
