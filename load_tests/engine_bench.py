@@ -98,13 +98,18 @@ GOALS = {
 
 class Bench:
     def __init__(
-        self, runner: CudaRunner, config: EngineConfig, case: Case, shape: ModelShape = SHAPE
+        self,
+        runner: CudaRunner,
+        config: EngineConfig,
+        case: Case,
+        shape: ModelShape = SHAPE,
+        num_pages: int = NUM_PAGES,
     ) -> None:
         """`shape`: of this rank's part of the model."""
         self.case = case
         self._names = [f"{case.name}/{i}" for i in range(len(case.ranks))]
         ranks = dict(zip(self._names, case.ranks, strict=True))
-        self._engine = RandomEngine(runner, config, NUM_PAGES, MAX_MODEL_LEN, ranks, shape)
+        self._engine = RandomEngine(runner, config, num_pages, MAX_MODEL_LEN, ranks, shape)
         self.core = self._engine.core
         self._engine.read(self._names)
         self._num_runs = 0
@@ -124,19 +129,24 @@ class Bench:
 
     def idle_share(self, batch: int) -> float:
         """Of the GPU, in decode steps that follow each other."""
-        for request in self._requests(batch, 64, 60):
+        profile = self.profile_decode(batch, 40)
+        return idle_share(profile)
+
+    def profile_decode(self, batch: int, num_steps: int) -> Any:
+        """Of so many steps of decodes alone."""
+        for request in self._requests(batch, 64, num_steps + 20):
             self.core.add_request(request)
         while self.core.scheduler.waiting:
             self._turn()
         for _ in range(5):
             self._turn()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(40):
+            for _ in range(num_steps):
                 self._turn()
             torch.cuda.synchronize()
         while not self.core.is_idle:
             self._turn()
-        return idle_share(profile)
+        return profile
 
     def _requests(self, num_requests: int, num_prompt: int, num_output: int) -> list[GenerateRequest]:
         rng = random.Random(self._num_runs)

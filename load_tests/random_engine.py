@@ -29,6 +29,8 @@ from engine.sharding import WHOLE, Shard, shard_shape
 
 SHAPE = ModelShape(32, 4096, 14336, 32, 8, 128, 128256)
 SPEC = ModelSpec("random", SHAPE, 1e-5, RopeSpec(500_000.0), False, 8192, (), None)
+SHAPE_70B = ModelShape(80, 8192, 28672, 64, 8, 128, 128256)
+SPEC_70B = replace(SPEC, shape=SHAPE_70B)
 PAGE_TOKENS = 16
 
 
@@ -128,8 +130,8 @@ def random_image(rank: int, shape: ModelShape = SHAPE) -> AdapterImage:
     )
 
 
-def random_weights(shard: Shard = WHOLE) -> LlamaWeights:
-    weights = allocate_weights(shard_shape(SHAPE, shard), False, torch.bfloat16, "cuda")
+def random_weights(shard: Shard = WHOLE, shape: ModelShape = SHAPE) -> LlamaWeights:
+    weights = allocate_weights(shard_shape(shape, shard), False, torch.bfloat16, "cuda")
     for tensor in (weights.embed, weights.lm_head):
         tensor.normal_(0.0, 0.02)
     for layer in weights.layers:
