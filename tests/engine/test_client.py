@@ -51,6 +51,13 @@ async def running(base: Path, **overrides: Any) -> AsyncIterator[EngineClient]:
         await client.stop()
 
 
+@pytest.fixture(scope="module")
+async def client(base: Path) -> AsyncIterator[EngineClient]:
+    """For all who leave it as they found it."""
+    async with running(base, num_pages=200) as client:
+        yield client
+
+
 def request(
     request_id: str, adapter: AdapterRef | None = None, prompt: tuple[int, ...] = PROMPT, **params: Any
 ) -> GenerateRequest:
@@ -68,96 +75,92 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_tokens_equal_the_engine_in_process(base: Path, adapter: AdapterRef) -> None:
+async def test_tokens_equal_the_engine_in_process(
+    client: EngineClient, base: Path, adapter: AdapterRef
+) -> None:
     engine = Engine(config(base))
     engine.load_adapter("a", adapter.uri)
     expected = engine.generate([PROMPT, PROMPT], SamplingParams(temperature=0, max_tokens=12), [None, "a"])
     engine.close()
-    async with running(base) as client:
-        outputs = await asyncio.gather(collect(client, request("1")), collect(client, request("2", adapter)))
+    outputs = await asyncio.gather(collect(client, request("1")), collect(client, request("2", adapter)))
     for deltas, output in zip(outputs, expected, strict=True):
         assert tuple(t for delta in deltas for t in delta.token_ids) == output.token_ids
         assert "".join(delta.text for delta in deltas) == output.text
         assert [delta.finish_reason for delta in deltas[-2:]] == [None, "length"]
 
 
-async def test_choices_differ_and_repeat_by_seed(base: Path) -> None:
+async def test_choices_differ_and_repeat_by_seed(client: EngineClient) -> None:
     """FR-55."""
-    async with running(base) as client:
-        texts = []
-        for request_id in ("1", "2"):
-            deltas = await collect(client, request(request_id, n=3, seed=7, temperature=1.0))
-            texts.append([[d.token_ids for d in deltas if d.index == index] for index in range(3)])
-        assert texts[0] == texts[1]
-        assert len({str(text) for text in texts[0]}) == 3
+    texts = []
+    for request_id in ("1", "2"):
+        deltas = await collect(client, request(request_id, n=3, seed=7, temperature=1.0))
+        texts.append([[d.token_ids for d in deltas if d.index == index] for index in range(3)])
+    assert texts[0] == texts[1]
+    assert len({str(text) for text in texts[0]}) == 3
 
 
-async def test_closing_a_stream_aborts_it(base: Path, adapter: AdapterRef) -> None:
+async def test_closing_a_stream_aborts_it(client: EngineClient, adapter: AdapterRef) -> None:
     """FR-56: closed at random points, nothing stays behind."""
-    async with running(base, num_pages=200) as client:
 
-        async def cancelled(number: int) -> None:
-            stream = client.generate(request(str(number), adapter if number % 2 else None, max_tokens=200))
-            for _ in range(number % 20):
-                await anext(stream)
-            await stream.aclose()  # type: ignore[attr-defined]
+    async def cancelled(number: int) -> None:
+        stream = client.generate(request(str(number), adapter if number % 2 else None, max_tokens=200))
+        for _ in range(number % 20):
+            await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
 
-        await asyncio.gather(*(cancelled(number) for number in range(60)))
+    await asyncio.gather(*(cancelled(number) for number in range(60)))
 
-        async def is_quiet() -> bool:
-            stats = await client.stats()
-            return bool(stats["running"] == stats["waiting"] == stats["pages"]["kv"] == 0)
+    async def is_quiet() -> bool:
+        stats = await client.stats()
+        return bool(stats["running"] == stats["waiting"] == stats["pages"]["kv"] == 0)
 
-        await until(is_quiet)
-        assert await collect(client, request("after"))
+    await until(is_quiet)
+    assert await collect(client, request("after"))
 
 
-async def test_stop_string_ends_the_engine_request_too(base: Path) -> None:
+async def test_stop_string_ends_the_engine_request_too(client: EngineClient) -> None:
     """FR-49."""
-    async with running(base) as client:
-        whole = "".join(d.text for d in await collect(client, request("1", max_tokens=100)))
-        stop = whole[10:13]
-        deltas = await collect(client, request("2", max_tokens=100, stop=(stop,)))
-        text = "".join(d.text for d in deltas)
-        assert text == whole[: whole.index(stop)]
-        assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", stop)
+    whole = "".join(d.text for d in await collect(client, request("1", max_tokens=100)))
+    stop = whole[10:13]
+    deltas = await collect(client, request("2", max_tokens=100, stop=(stop,)))
+    text = "".join(d.text for d in deltas)
+    assert text == whole[: whole.index(stop)]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", stop)
 
-        async def is_quiet() -> bool:
-            return bool((await client.stats())["running"] == 0)
+    async def is_quiet() -> bool:
+        return bool((await client.stats())["running"] == 0)
 
-        await until(is_quiet)
+    await until(is_quiet)
 
 
-async def test_errors_cross_the_process_boundary(base: Path, tmp_path: Path) -> None:
+async def test_errors_cross_the_process_boundary(client: EngineClient, tmp_path: Path) -> None:
     """FR-26, FR-53: bad input is an error of its own request; the next one runs."""
-    async with running(base) as client:
-        with pytest.raises(InvalidRequest) as caught:
-            await collect(client, request("1", prompt=(999,)))
-        assert caught.value.param == "prompt"
-        with pytest.raises(ModelNotFound):
-            await collect(client, request("2", AdapterRef("none", str(tmp_path / "none"), "1")))
-        with pytest.raises(ModelNotFound):
-            await client.unload_adapter("none")
-        (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
-        (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-        with pytest.raises(AdapterRefused):
-            await client.load_adapter(AdapterRef("bad", str(tmp_path), "1"))
-        assert await collect(client, request("3"))
+    with pytest.raises(InvalidRequest) as caught:
+        await collect(client, request("1", prompt=(999,)))
+    assert caught.value.param == "prompt"
+    with pytest.raises(ModelNotFound):
+        await collect(client, request("2", AdapterRef("none", str(tmp_path / "none"), "1")))
+    with pytest.raises(ModelNotFound):
+        await client.unload_adapter("none")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(AdapterRefused):
+        await client.load_adapter(AdapterRef("bad", str(tmp_path), "1"))
+    assert await collect(client, request("3"))
 
 
-async def test_load_report_and_unload(base: Path, adapter: AdapterRef) -> None:
-    async with running(base) as client:
-        report = await client.load_adapter(adapter)
-        assert report["status"] == "ok"
-        assert report["bound"] == report["present"] == 8
-        await collect(client, request("1", adapter))
-        await client.unload_adapter("a")
+async def test_load_report_and_unload(client: EngineClient, adapter: AdapterRef) -> None:
+    report = await client.load_adapter(adapter)
+    assert report["status"] == "ok"
+    assert report["bound"] == report["present"] == 8
+    await collect(client, request("1", adapter))
+    await client.unload_adapter("a")
 
-        async def is_gone() -> bool:
-            stats = await client.stats()
-            return "a" not in stats["adapters"] and stats["pages"]["adapters"] == 0
+    async def is_gone() -> bool:
+        stats = await client.stats()
+        return "a" not in stats["adapters"] and stats["pages"]["adapters"] == 0
 
-        await until(is_gone)
+    await until(is_gone)
 
 
 async def test_death_of_the_process_is_an_error_not_a_silent_end(base: Path) -> None:
