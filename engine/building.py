@@ -62,7 +62,7 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
     config = replace(config, lora_sharding=decide_lora_sharding(config, spec))
     group = Group(config)
     try:
-        built = build_rank(config, Shard(0, config.tensor_parallel_size), str(group.rendezvous))
+        built = build_rank(config, Shard(0, config.tensor_parallel_size), group.rendezvous)
         group.wait_until_ready()
     except BaseException as error:
         failure = group.find_failure() if isinstance(error, RuntimeError) else None
@@ -88,7 +88,7 @@ class _RankPlan:
 
 
 def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "") -> BuiltRank:
-    """Of a group, all ranks must be built at the same time; `rendezvous`: a file that they meet at."""
+    """Of a group, all ranks must be built at the same time; `rendezvous`: where they meet."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("this machine has no CUDA device", param="device")
     if config.num_threads is not None:

@@ -42,6 +42,7 @@ class EngineConfig:
     eviction_policy: EvictionPolicy = "score"  # of adapters and prefix pages, in the pool and in host memory
     pinned_adapters: tuple[str, ...] = ()  # names; never evicted from the pool once they are there
     tensor_parallel_size: int = 1  # ranks of this replica's group, each with a part of base and adapters
+    rank_address: str | None = None  # host:port to which a group's other ranks connect; None: it starts them
     lora_sharding: LoraSharding = "auto"  # a group's adapters: one side of A and B whole on each rank, or 1/N
     typical_rank: int = 16  # that most adapters have, for "auto": see engine/tensor_parallel/costs.py
     step_timeout_s: float = 60.0  # an engine whose step takes longer is over

@@ -102,14 +102,14 @@ class Ranks:
 
     def gather_parts(self, x: torch.Tensor) -> torch.Tensor:
         self.num_exchanged += 1
-        parts = x.new_empty(len(self._widths) * len(x))
-        dist.all_gather_single(parts, x)
-        return parts.view(-1, len(x))
+        parts = x.new_empty(len(self._widths), len(x))
+        dist.all_gather(list(parts), x)
+        return parts
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         self.num_exchanged += 1
         own = x.new_empty(x.shape[1])
-        dist.reduce_scatter_single(own, x.view(-1))
+        dist.reduce_scatter(own, list(x))
         return own
 
     def swap(self, blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -148,13 +148,16 @@ def leave() -> None:
 
 
 def join(rank: int, world: int, rendezvous: str, device: str) -> None:
-    """Initialise the default process group; returns when all ranks have. `rendezvous`: a file of theirs."""
+    """Initialise the default process group; returns when all ranks have.
+
+    `rendezvous`: a file of theirs, or tcp://host:port, where the first one listens.
+    """
     has_own_gpus = device == "cuda" and torch.cuda.device_count() >= world
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if has_own_gpus else "gloo",
-        init_method=f"file://{rendezvous}",
+        init_method=rendezvous if "://" in rendezvous else f"file://{rendezvous}",
         rank=rank,
         world_size=world,
     )

@@ -1,8 +1,8 @@
 """Rank 0's side of a group: a Runner that has the other ranks do the same, and a reader that has them read.
 
-The others are child processes. They get each call of the runner in the order in which rank 0 makes it, so all
-compute the same steps; sampling is deterministic, so all sample the same tokens. When one of them dies, or a
-step takes longer than `step_timeout_s`, the whole group ends.
+The others are child processes, or connect (`seats`). They get each call of the runner in the order in which
+rank 0 makes it, so all compute the same steps; sampling is deterministic, so all sample the same tokens. When
+one of them dies, or a step takes longer than `step_timeout_s`, the whole group ends.
 """
 
 from __future__ import annotations
@@ -11,19 +11,15 @@ import itertools
 import json
 import logging
 import os
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from engine.adapters.disk_writer import DiskWriter
@@ -38,10 +34,10 @@ from engine.tensor_parallel import messages
 from engine.tensor_parallel.comm import leave
 from engine.tensor_parallel.messages import Kind
 from engine.tensor_parallel.plan_wire import PlanEncoder
+from engine.tensor_parallel.seats import Child, Seat, accept_guests, free_address
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 5.0
 FAILURE_WAIT_S = 1.0
 _POLL_S = 0.1
 _GRACE_S = 2.0  # from the end of the others to our own, if we still hang in a step
@@ -50,31 +46,29 @@ _GRACE_S = 2.0  # from the end of the others to our own, if we still hang in a s
 class Rank:
     """One of the others."""
 
-    def __init__(self, config: EngineConfig, rank: int, rendezvous: Path, on_death: Callable[[int], None]):
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        seat: Seat,
+        rendezvous: str,
+        on_death: Callable[[int], None],
+    ) -> None:
         self.rank = rank
+        self.seat = seat
         self.ready: Future[dict[str, Any]] = Future()
         self._on_death = on_death
         self._loads: dict[int, Future[str]] = {}
         # over the sending side: the step loop and loader threads send, finalisers wherever they happen to run
         self._lock = threading.RLock()
-        self._sock, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.tensor_parallel.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-            )
-        self.send(messages.encode_json(Kind.CONFIG, [asdict(config), rank, str(rendezvous)]))
+        self.send(messages.encode_json(Kind.CONFIG, [asdict(config), rank, rendezvous]))
         self._reader = threading.Thread(target=self._read, name=f"rank-{rank}", daemon=True)
         self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def send(self, frame: bytes) -> None:
         with self._lock:
             try:
-                self._sock.sendall(frame)
+                self.seat.sock.sendall(frame)
             except OSError:
                 return  # its reader tells of the death
 
@@ -85,23 +79,10 @@ class Rank:
         self.send(messages.encode_json(Kind.LOAD, [number, uri, version]))
         return future
 
-    def stop(self) -> None:
-        """At the end of its stream it ends."""
-        self._sock.shutdown(socket.SHUT_RDWR)
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-        self._sock.close()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
     def _read(self) -> None:
         try:
             while True:
-                self._take(*messages.read(self._sock))
+                self._take(*messages.read(self.seat.sock))
         except (EOFError, OSError):
             death = Unavailable(f"rank {self.rank} of the replica's group has died")
             waiting: list[Future[Any]] = [self.ready, *self._loads.values()]
@@ -133,14 +114,22 @@ class Group:
         self._on_end = on_end
         self._is_closing = False
         self._directory = tempfile.TemporaryDirectory(prefix="lorafleet-group-")
-        self.rendezvous = Path(self._directory.name) / "rendezvous"
+        num_ranks = config.tensor_parallel_size
+        seats: Sequence[Seat]
+        if config.rank_address is None:
+            seats = [Child() for _ in range(1, num_ranks)]
+            self.rendezvous = f"{self._directory.name}/rendezvous"
+        else:
+            seats = accept_guests(config.rank_address, num_ranks)
+            host = config.rank_address.rpartition(":")[0]
+            self.rendezvous = f"tcp://{free_address(host)}"
         self._busy_since: float | None = None
         self._timeout_s = config.step_timeout_s
         self._numbers = itertools.count()
         self._images: dict[int, int] = {}  # id of our part's pages -> number
         self.ranks = [
-            Rank(config, rank, self.rendezvous, self._on_death)
-            for rank in range(1, config.tensor_parallel_size)
+            Rank(config, rank, seat, self.rendezvous, self._on_death)
+            for rank, seat in enumerate(seats, start=1)
         ]
         self._watchdog = threading.Thread(target=self._watch, name="group-watchdog", daemon=True)
         self._watchdog.start()
@@ -193,7 +182,7 @@ class Group:
     def close(self) -> None:
         self._is_closing = True
         for rank in self.ranks:
-            rank.stop()
+            rank.seat.stop()
         self._watchdog.join()
         self._directory.cleanup()
 
@@ -228,7 +217,7 @@ class Group:
         """The others first: then a step of ours may fail by itself, and tell why."""
         self._is_closing = True
         for rank in self.ranks:
-            rank.kill()
+            rank.seat.kill()
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline and self._busy_since is not None:
             time.sleep(_POLL_S)

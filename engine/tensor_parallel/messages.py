@@ -1,5 +1,6 @@
 """Frames between rank 0 and the others: a kind, a length, a payload. JSON, or a plan's numbers; no pickle.
 
+rank -> rank 0   HELLO [token, rank], from one that connects
 rank 0 -> rank   CONFIG [config, rank, rendezvous], then, done in the order of their arrival,
                  START [request, params, seed, prompt], FINISH [request], STEP plan,
                  LOAD [number, uri, version], DROP [number]
@@ -27,6 +28,7 @@ class Kind(IntEnum):
     LOAD = 6
     LOADED = 7
     DROP = 8
+    HELLO = 9
 
 
 def encode(kind: Kind, payload: bytes) -> bytes:
@@ -37,9 +39,11 @@ def encode_json(kind: Kind, message: Any) -> bytes:
     return encode(kind, json.dumps(message, separators=(",", ":")).encode())
 
 
-def read(sock: socket.socket) -> tuple[Kind, bytes]:
-    """Blocks. Raises EOFError when the other side is gone."""
+def read(sock: socket.socket, max_bytes: int | None = None) -> tuple[Kind, bytes]:
+    """Blocks. Raises EOFError when the other side is gone, ValueError for what is none of ours."""
     kind, length = _HEADER.unpack(_read_exactly(sock, _HEADER.size))
+    if max_bytes is not None and length > max_bytes:
+        raise ValueError(f"a frame of {length} bytes")
     return Kind(kind), _read_exactly(sock, length)
 
 

@@ -1,4 +1,4 @@
-"""A rank of a group but the first: `python -m engine.tensor_parallel.worker FD`, started by `group`.
+"""A rank of a group but the first: `python -m engine.tensor_parallel.worker FD`, or HOST:PORT RANK (`seats`).
 
 One thread does what rank 0 does, call by call; adapters are read on threads of their own. The process ends at
 the end of its stream, so with rank 0, however that ends.
@@ -29,6 +29,7 @@ from engine.tensor_parallel import messages
 from engine.tensor_parallel.comm import leave
 from engine.tensor_parallel.messages import Kind
 from engine.tensor_parallel.plan_wire import PlanDecoder
+from engine.tensor_parallel.seats import connect
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +120,19 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; rank 0 decides when this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    if len(sys.argv) == 3:
+        serve(connect(sys.argv[1], int(sys.argv[2])))
+    else:
+        serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+def serve(sock: socket.socket) -> None:
+    """Build what rank 0 says and do what it does; ends the process at the end of the stream."""
     assert array("i").itemsize == 4
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    _, payload = messages.read(sock)
+    try:
+        _, payload = messages.read(sock)
+    except EOFError:
+        return  # rank 0 has failed, or turned us away
     settings, rank, rendezvous = json.loads(payload)
     config = EngineConfig(**settings)
     try:

@@ -1,4 +1,7 @@
-"""Runs requests on a group of two ranks for ever; prints the process id of the second."""
+"""Runs requests on a group of two ranks for ever; first prints the process id of the second.
+
+With an address the second rank connects, and a line "serving" takes the place of its id.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,30 @@ import sys
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.tensor_parallel.group import GroupRunner
+from engine.tensor_parallel.seats import Child
 
 
-def main(base: str) -> None:
+def main(base: str, address: str | None = None) -> None:
     engine = Engine(
-        EngineConfig(model=base, tensor_parallel_size=2, num_pages=60, num_threads=1, step_timeout_s=4.0)
+        EngineConfig(
+            model=base,
+            tensor_parallel_size=2,
+            num_pages=60,
+            num_threads=1,
+            step_timeout_s=4.0,
+            rank_address=address,
+        )
     )
     runner = engine.core._runner
     assert isinstance(runner, GroupRunner)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     engine.generate([(1, 2, 3)], params)
-    sys.stdout.write(f"{runner._group.ranks[0].pid}\n")
+    (rank,) = runner._group.ranks
+    sys.stdout.write(f"{rank.seat.pid if isinstance(rank.seat, Child) else 'serving'}\n")
     sys.stdout.flush()
     while True:
         engine.generate([(1, 2, 3)], params)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -22,6 +22,7 @@ NUMBERS = [
         "lora_sharding",
         "pinned_adapters",
         "disk_cache_dir",
+        "rank_address",
     )
 ]
 MAY_BE_ZERO = {"max_overtakes", "max_overtaken_s"}

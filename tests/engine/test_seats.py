@@ -1,0 +1,148 @@
+"""Ranks that somebody else starts: they find rank 0, show the token, and serve as its children do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine import Engine, EngineConfig, SamplingParams
+from engine.errors import InvalidRequest, Unavailable
+from engine.tensor_parallel import messages, seats
+from engine.tensor_parallel.messages import Kind
+from engine.tensor_parallel.seats import TOKEN_ENV, Guest, accept_guests, connect, free_address
+from tests.tiny import ALL_LINEAR, make_adapter, make_llama
+
+TOKEN = "a secret of the group"
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(TOKEN_ENV, TOKEN)
+    return free_address("127.0.0.1")
+
+
+@contextmanager
+def guests(address: str, num_ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "engine.tensor_parallel.worker", address, str(rank)])
+        for rank in range(1, num_ranks)
+    ]
+    try:
+        yield processes
+        for process in processes:
+            process.wait(timeout=20)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_group_of_guests_gives_the_tokens_of_one_process(
+    tmp_path: Path, address: str, num_ranks: int
+) -> None:
+    base = make_llama(tmp_path / "base")
+    adapter = make_adapter(base, tmp_path / "a", rank=8, targets=ALL_LINEAR, seed=0)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    texts = []
+    with guests(address, num_ranks):
+        for settings in ({}, {"tensor_parallel_size": num_ranks, "rank_address": address}):
+            engine = Engine(EngineConfig(str(base), num_pages=100, num_threads=1, **settings))  # type: ignore[arg-type]
+            engine.load_adapter("a", str(adapter))
+            texts.append([output.text for output in engine.generate(["abc"] * 2, params, [None, "a"])])
+            engine.close()
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_guest_that_dies_or_hangs_ends_the_group_within_ten_seconds(
+    tmp_path: Path, address: str, kind: int
+) -> None:
+    base = make_llama(tmp_path / "base")
+    with guests(address, 2) as (guest,):
+        command = [sys.executable, "-m", "tests.engine.group_process", str(base), address]
+        group = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert group.stdout is not None
+        assert group.stdout.readline() == "serving\n"
+        os.kill(guest.pid, kind)
+        began = time.monotonic()
+        group.communicate(timeout=30)
+        assert group.returncode not in (0, None)
+        assert time.monotonic() - began < 10
+        guest.kill()  # who started it ends it if it hangs
+
+
+def accept(address: str, num_ranks: int, into: list[Guest]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: into.extend(accept_guests(address, num_ranks)))
+    thread.start()
+    return thread
+
+
+def hello(address: str, frame: bytes) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    for _ in range(100):
+        try:
+            sock = socket.create_connection((host, int(port)), timeout=10)
+        except OSError:
+            time.sleep(0.05)
+        else:
+            sock.sendall(frame)
+            return sock
+    raise AssertionError("nobody listens")
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        messages.encode_json(Kind.HELLO, ["another secret", 1]),
+        messages.encode_json(Kind.HELLO, [TOKEN, 5]),
+        messages.encode_json(Kind.HELLO, [TOKEN, "1"]),
+        messages.encode_json(Kind.HELLO, 7),
+        messages.encode_json(Kind.READY, [TOKEN, 1]),
+        messages.encode(Kind.HELLO, b"no json"),
+        messages.encode(Kind.HELLO, b" " * 5000),
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_who_does_not_belong_is_turned_away_and_the_rank_still_comes(address: str, frame: bytes) -> None:
+    came: list[Guest] = []
+    thread = accept(address, 2, came)
+    with hello(address, frame) as stranger:
+        assert _is_closed(stranger)
+        with connect(address, 1) as ours:
+            thread.join(timeout=10)
+            (guest,) = came
+            guest.sock.sendall(b"x")
+            assert ours.recv(1) == b"x"
+            guest.stop()
+            assert _is_closed(ours)
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_rank_that_does_not_come_is_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "CONNECT_TIMEOUT_S", 0.2)
+    with pytest.raises(Unavailable, match=r"ranks \[1, 2\]"):
+        accept_guests(address, 3)
+
+
+def test_without_a_token_nobody_is_let_in(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_ENV)
+    with pytest.raises(InvalidRequest) as caught:
+        accept_guests(address, 2)
+    assert caught.value.param == "rank_address"
