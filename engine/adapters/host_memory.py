@@ -1,4 +1,4 @@
-"""Host memory of the sizes that adapters have: read buffers, and pages of images."""
+"""Host memory for the pages of adapters' images."""
 
 from __future__ import annotations
 
@@ -7,24 +7,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import overload
 
 import numpy as np
 import torch
 
-_MIN_HUGE_BYTES = 4 << 20
+from engine.adapters.host_buffer import new_buffer
+
 _SLAB_BYTES = 64 << 20
-
-
-def new_buffer(num_bytes: int) -> memoryview:
-    """Writable; in huge pages where the kernel has them: first touching 80 MiB then takes half the time."""
-    if num_bytes < _MIN_HUGE_BYTES:
-        return memoryview(bytearray(num_bytes))
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
 
 
 class HostPages(Sequence[torch.Tensor]):

@@ -13,7 +13,7 @@ from functools import cached_property
 from types import TracebackType
 
 from engine.adapters.files import SUMS_FILE, AdapterFile, AdapterListing, Folder, SourceChanged
-from engine.adapters.host_memory import new_buffer
+from engine.adapters.host_buffer import new_buffer
 from engine.adapters.sha256sums import parse_sums
 from engine.errors import AdapterRefused, Unavailable
 
