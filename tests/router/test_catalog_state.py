@@ -316,8 +316,20 @@ def test_a_change_that_cannot_be_written_is_no_change(
 
 def test_a_place_that_is_no_place_for_a_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    store = FileStore(tmp_path / "file" / "catalog.json")
     with pytest.raises(Unavailable):
-        FileStore(tmp_path / "file" / "catalog.json").write(b"", None)
+        store.write(b"", None)
+    with pytest.raises(Unavailable):
+        store.read()
+
+
+def test_with_neither_source_nor_file_nothing_is_kept_and_that_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = open_state(None, None)
+    assert state.kept == "memory"
+    asyncio.run(add(state, "x"))
+    assert "lost when the catalog restarts" in caplog.text
 
 
 def test_what_is_written_is_what_is_read() -> None:

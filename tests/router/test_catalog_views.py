@@ -68,7 +68,10 @@ def test_a_quiet_catalog_answers_a_view_now_and_then(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(catalog_views, "POLL_S", 0.01)
         catalog = build(FakeSource())
         first = await catalog.wait("v", "", 0)
-        assert await catalog.wait("v", first.epoch, first.version) == replace(first, is_whole=False)
+        quiet = await catalog.wait("v", first.epoch, first.version)
+        assert quiet == replace(first, is_whole=False)
+        held = first.applied_to({})
+        assert quiet.applied_to(held) is held
 
     run(main)
 
