@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -157,7 +156,7 @@ def test_chunked_prefill_equals_whole_prefill(setup: Setup) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])  # of any two, each is first once
 def test_prefix_cache_keeps_adapters_apart(setup: Setup, order: tuple[int, ...]) -> None:
     """FR-22: the same prompt under another adapter never reuses its KV; under the same one it does."""
     engine = setup.engine()
