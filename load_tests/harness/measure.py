@@ -65,6 +65,7 @@ def _ms(percentiles: dict[str, float]) -> str:
 def machine() -> dict[str, Any]:
     return {
         "cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 1),
         "machine": platform.machine(),
         "python": platform.python_version(),
     }
