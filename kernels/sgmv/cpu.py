@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.sgmv.table import RANK_BLOCK, ColumnSlice, Segment
+from kernels.sgmv.views import SlotViews
 
 # A product of fewer rows takes 3 us on one thread and 11 us on two; switching costs 0.1 us.
 _PARALLEL_ROWS = 64
@@ -24,33 +25,8 @@ class _Module(NamedTuple):
     scale: float
 
 
-class AdapterViews:
-    """Views into the pool by adapter slot. A page must not change its owner while a slot points at it."""
-
-    def __init__(self, pool: torch.Tensor, widths: Sequence[tuple[int, int]]) -> None:
-        """`widths[p]` = (in, out) features of projection p."""
-        self._elements = pool.view(-1)
-        self._widths = tuple(widths)
-        self._slots: dict[int, list[list[_Module | None]]] = {}  # slot -> layer -> projection
-
-    def put(self, slot: int, tile_offsets: torch.Tensor, ranks: torch.Tensor, scales: torch.Tensor) -> None:
-        """Arguments as in AdapterTable.put."""
-        rows = zip(tile_offsets.tolist(), ranks.tolist(), scales.tolist(), strict=True)
-        self._slots[slot] = [
-            [self._module(projection, *module) for projection, module in enumerate(zip(*layer, strict=True))]
-            for layer in rows
-        ]
-
-    def clear(self, slot: int) -> None:
-        self._slots.pop(slot, None)
-
-    def layer(self, slot: int, layer: int) -> Sequence[_Module | None]:
-        """By projection; None: the adapter does not touch it."""
-        return self._slots[slot][layer]
-
-    def _module(self, projection: int, offsets: list[list[int]], rank: int, scale: float) -> _Module | None:
-        if rank == 0:
-            return None
+class AdapterViews(SlotViews[_Module]):
+    def _module(self, projection: int, offsets: list[list[int]], rank: int, scale: float) -> _Module:
         in_features, out_features = self._widths[projection]
         runs: list[list[int]] = []  # [A offset, B offset, rows]
         for block, row in enumerate(range(0, rank, RANK_BLOCK)):
@@ -66,9 +42,6 @@ class AdapterViews:
             ),
             scale,
         )
-
-    def _view(self, offset: int, rows: int, width: int) -> torch.Tensor:
-        return self._elements[offset : offset + rows * width].view(rows, width)
 
 
 def sgmv(

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 
 from kernels.sgmv.table import RANK_BLOCK, ColumnSlice, Segment
+from kernels.sgmv.views import SlotViews
 
 
 class Exchange(Protocol):
@@ -38,13 +39,12 @@ class _Module:
 
     a: tuple[tuple[int, torch.Tensor], ...]  # [rows, in]
     b: tuple[tuple[int, torch.Tensor], ...]  # [rows, out]
-    rank: int
     each: int  # rows of the rank that a part has, the last ones fewer
     scale: float
 
 
-class SplitViews:
-    """Views into the pool by adapter slot. A page must not change its owner while a slot points at it."""
+class SplitViews(SlotViews[_Module]):
+    """`put` takes the ranks of the whole adapter."""
 
     def __init__(
         self,
@@ -56,32 +56,13 @@ class SplitViews:
         exchange: Exchange,
     ) -> None:
         """By projection: `widths` = (in, out) features on this rank, and how the base's weight is split."""
+        super().__init__(pool, widths)
         self.by_output = tuple(by_output)
         self.world = world
         self.exchange = exchange
         self._rank = rank
-        self._elements = pool.view(-1)
-        self._widths = tuple(widths)
-        self._slots: dict[int, list[list[_Module | None]]] = {}  # slot -> layer -> projection
 
-    def put(self, slot: int, tile_offsets: torch.Tensor, ranks: torch.Tensor, scales: torch.Tensor) -> None:
-        """Arguments as in AdapterTable.put. `ranks`: of the whole adapter."""
-        rows = zip(tile_offsets.tolist(), ranks.tolist(), scales.tolist(), strict=True)
-        self._slots[slot] = [
-            [self._module(projection, *module) for projection, module in enumerate(zip(*layer, strict=True))]
-            for layer in rows
-        ]
-
-    def clear(self, slot: int) -> None:
-        self._slots.pop(slot, None)
-
-    def layer(self, slot: int, layer: int) -> Sequence[_Module | None]:
-        """By projection; None: the adapter does not touch it."""
-        return self._slots[slot][layer]
-
-    def _module(self, projection: int, offsets: list[list[int]], rank: int, scale: float) -> _Module | None:
-        if rank == 0:
-            return None
+    def _module(self, projection: int, offsets: list[list[int]], rank: int, scale: float) -> _Module:
         each = -(-rank // self.world)
         own = min(each, max(0, rank - self._rank * each))
         num_rows = (own, rank) if self.by_output[projection] else (rank, own)
@@ -92,10 +73,7 @@ class SplitViews:
             )
             for rows, side, width in zip(num_rows, offsets, self._widths[projection], strict=True)
         )
-        return _Module(a, b, rank, each, scale)
-
-    def _view(self, offset: int, rows: int, width: int) -> torch.Tensor:
-        return self._elements[offset : offset + rows * width].view(rows, width)
+        return _Module(a, b, each, scale)
 
 
 @dataclass(frozen=True, slots=True)
