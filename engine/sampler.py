@@ -40,7 +40,7 @@ class Sampler:
         raw_logprobs = logits[scored].log_softmax(dim=-1) if scored else None
         entries = bias_entries(states, self._eos_token_ids)
         if entries:
-            reference.add_bias_(logits, *entries.tensors(torch.float32, logits.device))
+            reference.add_bias_(logits, *entries.tensors(torch.float32))
         _penalize(logits, states)
         chosen = _choose(logits, states)
         token_ids: list[int] = chosen.tolist()
@@ -72,11 +72,12 @@ class Entries:
         self._token_ids += memoryview(token_ids).cast("B")
         self._values += memoryview(values).cast("B")
 
-    def tensors(self, value_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def tensors(self, value_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, token ids and values, on the host."""
         rows = torch.tensor(self._rows).repeat_interleave(torch.tensor(self._lengths))
         token_ids = torch.frombuffer(self._token_ids, dtype=torch.int64)
         values = torch.frombuffer(self._values, dtype=value_dtype)
-        return to_device(rows, device), to_device(token_ids, device), to_device(values, device)
+        return rows, token_ids, values
 
 
 def bias_entries(states: Sequence[SamplingState], eos_token_ids: frozenset[int]) -> Entries:
@@ -92,11 +93,6 @@ def bias_entries(states: Sequence[SamplingState], eos_token_ids: frozenset[int])
     return entries
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for a GPU."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
 def _penalize(logits: Tensor, states: Sequence[SamplingState]) -> None:
     entries = Entries()
     for row, state in enumerate(states):
@@ -105,7 +101,7 @@ def _penalize(logits: Tensor, states: Sequence[SamplingState]) -> None:
     if entries:
         reference.penalize_(
             logits,
-            *entries.tensors(torch.int64, logits.device),
+            *entries.tensors(torch.int64),
             repetition=_column([state.params.repetition_penalty for state in states], logits),
             frequency=_column([state.params.frequency_penalty for state in states], logits),
             presence=_column([state.params.presence_penalty for state in states], logits),

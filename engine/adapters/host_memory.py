@@ -44,6 +44,17 @@ class HostPages(Sequence[torch.Tensor]):
     def nbytes(self) -> int:
         return sum(page.nbytes for page in self._pages)
 
+    def follows(self, index: int) -> bool:
+        """Whether this page begins where the one before it ends."""
+        before, page = self._pages[index - 1 : index + 1]
+        is_next = page.data_ptr() == before.data_ptr() + before.nbytes
+        return is_next and page.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+
+    def span(self, first: int, count: int) -> torch.Tensor:
+        """Pages that follow each other, as one tensor [count * page_elems]."""
+        page = self._pages[first]
+        return page.as_strided((count * len(page),), (1,))
+
 
 class HostArena:
     """Pages of one size, in slabs that are never given back: what an image leaves, the next one takes.
@@ -74,6 +85,7 @@ class HostArena:
             while len(self._free) < num_pages:
                 self._free.extend(self._new_slab())
             taken = [self._free.pop() for _ in range(num_pages)]
+        taken.reverse()  # as they lie in a fresh slab
         pages = HostPages(taken)
         weakref.finalize(pages, self._put_back, taken).atexit = False
         return pages

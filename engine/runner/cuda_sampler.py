@@ -14,7 +14,8 @@ import torch
 
 from engine.request import TokenLogprob
 from engine.runner.base import SampledToken
-from engine.sampler import bias_entries, to_device
+from engine.runner.uploads import Uploads
+from engine.sampler import bias_entries
 from engine.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from engine.sampling_state import SamplingState
 from kernels.sampling import reference
@@ -78,6 +79,7 @@ class CudaSampler:
     ) -> None:
         """`num_results`: steps that may be in flight at once."""
         self.sampled = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._uploads = Uploads(device)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._settings = {name: np.zeros(num_slots, kind) for name, kind in _SETTINGS.items()}
         self._has_bias = np.zeros(num_slots, np.bool_)
@@ -185,7 +187,7 @@ class CudaSampler:
                 state.num_outputs = position
             entries = bias_entries(states, self._eos_token_ids)
             if entries:
-                reference.add_bias_(edited, *entries.tensors(torch.float32, edited.device))
+                reference.add_bias_(edited, *map(self._uploads.put, entries.tensors(torch.float32)))
         if penalties:
             penalize_(edited, penalties)
         fields = ("temperature", "top_k", "top_p", "log_min_p", "seeds", "num_sampled")
@@ -231,8 +233,7 @@ class CudaSampler:
     def _start_history(self, slot: int, state: SamplingState) -> None:
         seen = torch.from_numpy(np.array(state.seen_token_ids))
         outputs = seen.repeat_interleave(torch.from_numpy(np.array(state.output_counts)))
-        device = self._history.device
-        start_history(self._history[slot], to_device(seen, device), to_device(outputs, device))
+        start_history(self._history[slot], self._uploads.put(seen), self._uploads.put(outputs))
 
 
 def _pinned_results(num_rows: int) -> _Results:

@@ -1,4 +1,4 @@
-"""A step's integers on their way to the GPU: one pinned buffer, one copy, views at fixed addresses.
+"""A step's integers on their way to the GPU: one pinned buffer, one launch, views at fixed addresses.
 
     | token_ids | positions | kv_slots | slots |     T each
     | context_lens | cu_query_lens | rows |         S each, one more of cu_query_lens
@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 from engine.plan import PENDING, ScheduledChunk
+from kernels.host_read.reference import read_host
+from kernels.host_read.triton import read_host as read_pinned
 from kernels.sgmv.table import Segment
 
 _ALIGN = 16  # bytes
@@ -51,6 +53,7 @@ class StepInputs:
     ) -> None:
         self._page_tokens = page_tokens
         self._page_row_bytes = max_pages * np.dtype(np.int32).itemsize
+        self._read_host = read_pinned if device.type == "cuda" else read_host
         fields: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
             "token_ids": (np.int64, (max_tokens,)),
             "positions": (np.int64, (max_tokens,)),
@@ -116,7 +119,7 @@ class StepInputs:
     def copy(self, num_seqs: int) -> None:
         """To the device, on the current stream: page table rows of `num_seqs` sequences, and all else."""
         size = self._page_table_start + num_seqs * self._page_row_bytes
-        self._device[:size].copy_(self._host[:size], non_blocking=True)
+        self._read_host(self._host[:size], self._device[:size])
         if self._copied is not None:
             self._copied.record()
 
