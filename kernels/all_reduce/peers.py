@@ -37,4 +37,5 @@ def share_memory(max_rows: int, width: int, dtype: torch.dtype) -> tuple[PeerBuf
         return None
     torch.cuda.synchronize()
     dist.barrier()  # all have zeroed theirs
-    return split_symmetric(tensors, rank, max_rows, width, dtype)
+    # the tensors are bare addresses, which these two keep mapped
+    return split_symmetric(tensors, rank, max_rows, width, dtype, owner=(own, shared))

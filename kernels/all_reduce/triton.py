@@ -29,6 +29,7 @@ class PeerBuffers:
     rank: int
     rows: tuple[torch.Tensor, ...]  # of each rank: [ranks, most rows, H]
     flags: tuple[torch.Tensor, ...]  # of each rank: int32 [ranks, most rows], zero between calls
+    owner: object = None  # of the memory, where the tensors do not own it
 
     @property
     def max_rows(self) -> int:
@@ -96,7 +97,12 @@ def local_buffers(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype)
 
 
 def split_symmetric(
-    tensors: Sequence[torch.Tensor], rank: int, max_rows: int, width: int, dtype: torch.dtype
+    tensors: Sequence[torch.Tensor],
+    rank: int,
+    max_rows: int,
+    width: int,
+    dtype: torch.dtype,
+    owner: object = None,
 ) -> tuple[PeerBuffers, PeerBuffers]:
     """The sets in the ranks' symmetric memory, uint8 [symmetric_bytes(...)] each, zeroed by its owner."""
     world = len(tensors)
@@ -105,7 +111,7 @@ def split_symmetric(
         size = world * max_rows * width * dtype.itemsize
         rows = tuple(chunk[:size].view(dtype).view(world, max_rows, width) for chunk in chunks)
         flags = tuple(chunk[size:].view(torch.int32).view(world, max_rows) for chunk in chunks)
-        sets.append(PeerBuffers(rank, rows, flags))
+        sets.append(PeerBuffers(rank, rows, flags, owner))
     first, second = sets
     return first, second
 
@@ -123,8 +129,8 @@ def _all_reduce_kernel(
     slots_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    rows_ptrs: tuple[tl.tensor, ...],
-    flags_ptrs: tuple[tl.tensor, ...],
+    rows_ptrs: tl.tuple,
+    flags_ptrs: tl.tuple,
     max_rows: tl.tensor,
     width: tl.tensor,
     eps: tl.tensor,
