@@ -3,8 +3,8 @@
     python -m load_tests.tensor_parallel_bench --world 2 [--model 70b] [--out load_tests/results]
 
 Model: Llama-3-8B shape, bf16, random weights, all-linear adapters, each rank with its part. Every rank runs
-the same engine over the same requests, so plans need not be sent (that costs rank 0 about 0.1 ms a step beside
-the GPU). One GPU first, then the group, on the same machine. Llama-3-70B shape: the group only.
+the same engine over the same requests, so plans need not be sent (that takes rank 0 about 0.1 ms a step
+beside its GPU). One GPU first, then the group, on one machine. Llama-3-70B shape: the group only.
 
   tpot      time per output token: 64 prompt tokens, (time of 144 - time of 16 output tokens) / 128
   sum       of one row-parallel linear over the ranks, with residual add and RMSNorm, from a graph of 64:

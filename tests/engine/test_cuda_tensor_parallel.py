@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.config import Dtype
 from engine.request import RequestOutput
-from tests.engine.peft_reference import PeftReference
+from tests.engine.peft_reference import PeftReference, chosen
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.gpu
@@ -58,15 +59,35 @@ def test_two_ranks_equal_one(tmp_path: Path, dtype: Dtype, monkeypatch: pytest.M
         engine.close()
         return outputs
 
-    reference = PeftReference(base, adapters)
-
-    def check(outputs: list[RequestOutput]) -> None:
-        for prompt, output, name in zip(prompts, outputs, names, strict=True):
-            reference.check_greedy(prompt, output, name, dtype)
-
+    check = check_float32 if dtype == "float32" else check_bfloat16
     greedy, sampled_alone = run(1)
-    check(greedy)
+    check(base, adapters, list(zip(prompts, greedy, names, strict=True)))
     greedy, sampled = run(2)
-    check(greedy)
+    check(base, adapters, list(zip(prompts, greedy, names, strict=True)))
     if dtype == "float32":
         assert [o.token_ids for o in sampled] == [o.token_ids for o in sampled_alone]
+
+
+Answers = list[tuple[list[int], RequestOutput, str | None]]
+
+
+def check_float32(base: Path, adapters: dict[str, Path], answers: Answers) -> None:
+    reference = PeftReference(base, adapters)
+    for prompt, output, name in answers:
+        reference.check_greedy(prompt, output, name)
+
+
+def check_bfloat16(base: Path, adapters: dict[str, Path], answers: Answers) -> None:
+    """PEFT in bfloat16 is off by about as much: FR-45's bounds are of a narrower model."""
+    exact, rounded = PeftReference(base, adapters), PeftReference(base, adapters, torch.bfloat16)
+    ours = [exact.errors(prompt, output, name) for prompt, output, name in answers]
+    theirs = torch.cat(
+        [
+            (chosen(rounded.forced(p, o.token_ids, n), o) - chosen(exact.forced(p, o.token_ids, n), o)).abs()
+            for p, o, n in answers
+        ]
+    )
+    errors = torch.cat([error.logprobs for error in ours])
+    assert float(errors.mean()) <= 1.25 * float(theirs.mean())
+    assert float(errors.max()) <= 1.5 * float(theirs.max())
+    assert float(torch.cat([error.gaps for error in ours]).max()) <= 2 * float(theirs.max())
