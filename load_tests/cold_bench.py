@@ -280,10 +280,10 @@ def slora_requests(
         yield arrival, request
 
 
-def start_streams(client: Client, names: Sequence[str]) -> None:
-    """One long request an adapter; returns when all of them decode."""
-    for name in names:
-        client.send(name, 64, MAX_MODEL_LEN - 64, name)
+def start_streams(client: Client, names: Sequence[str], adapters: Sequence[str] | None = None) -> None:
+    """Long requests, by default one for each adapter of these names; returns when all of them decode."""
+    for name, adapter in zip(names, adapters or names, strict=True):
+        client.send(name, 64, MAX_MODEL_LEN - 64, adapter)
     client.run_until(lambda: all(client.timeline.tokens[name] for name in names))
     client.turns(10)
 

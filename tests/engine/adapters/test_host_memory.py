@@ -55,6 +55,24 @@ def test_mixed_sizes_leave_no_gaps() -> None:
     assert memory.num_bytes == -(-most * PAGE_ELEMS * 2 // SLAB) * SLAB
 
 
+def test_a_fresh_slab_is_one_span() -> None:
+    pages = arena().take(20)
+    assert all(pages.follows(i) for i in range(1, 20))
+    span = pages.span(3, 5)
+    assert span.shape == (5 * PAGE_ELEMS,)
+    for number, page in enumerate(pages):
+        page.fill_(number)
+    assert [int(part[-1]) for part in span.chunk(5)] == [3, 4, 5, 6, 7]
+
+
+def test_pages_of_two_slabs_do_not_follow_each_other() -> None:
+    pages = arena().take(40)  # 32 a slab
+    neighbours = [pages.follows(i) for i in range(1, 40)]
+    assert neighbours.count(False) >= 1
+    for i in (i for i in range(1, 40) if neighbours[i - 1]):
+        assert torch.equal(pages.span(i - 1, 2), torch.cat([pages[i - 1], pages[i]]))
+
+
 def test_a_page_larger_than_a_slab() -> None:
     memory = HostArena(SLAB, torch.float32)
     assert len(memory.take(2)) == 2
