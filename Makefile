@@ -2,25 +2,29 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# bytecode of what is imported is made then; of all that is installed it takes half a minute
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(INSTALL) torch
+	$(INSTALL) -e '.[dev]'
 	touch $@
 
 .PHONY: demo test check fix
 demo: $(STAMP)
 	$(BIN)/lorafleet demo
 
+# what starts a whole server takes all cores by itself; of the rest, one file a core
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest -n logical --dist loadfile --no-loadscope-reorder --ignore tests/cluster
+	$(BIN)/pytest tests/cluster
 
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(MAKE) test
 
 fix: $(STAMP)
 	$(BIN)/ruff check --fix .
