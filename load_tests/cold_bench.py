@@ -1,6 +1,6 @@
 """What cold adapters cost, those who ask for them and everybody else, on one GPU.
 
-    python -m load_tests.cold_bench [--out load_tests/results] [--seconds 20]
+    python -m load_tests.cold_bench [--out load_tests/results] [--seconds 20] [--only copy storm]
 
 Model: Llama-3-8B shape, bf16, random weights; all-linear adapters, in host memory before the clock starts
 (equal bytes under different digests). Requests are greedy and ignore EOS. Seed 0.
@@ -49,6 +49,8 @@ CONFIG = EngineConfig(
     model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
     max_adapters=512, host_cache_bytes=1 << 42, prefix_cache=False,
 )  # fmt: skip
+
+CASES = ("copy", "ttft", "storm", "thrash", "slora-s2")
 
 Row = dict[str, Any]
 
@@ -147,21 +149,24 @@ class Bench:
         def plain() -> None:
             target.copy_(source, non_blocking=True)
 
-        seconds: dict[Callable[[], None], list[float]] = {load: [], plain: []}
+        issued: dict[Callable[[], None], list[float]] = {load: [], plain: []}
+        arrived: dict[Callable[[], None], list[float]] = {load: [], plain: []}
         for _ in range(20):
-            for call, times in seconds.items():
+            for call in (load, plain):
                 torch.cuda.synchronize()
                 started = time.perf_counter()
                 call()
+                issued[call].append(time.perf_counter() - started)
                 torch.cuda.synchronize()
-                times.append(time.perf_counter() - started)
+                arrived[call].append(time.perf_counter() - started)
             self._runner.collect()
-        ours, theirs = (image.nbytes / statistics.median(times) / 1e9 for times in seconds.values())
+        ours, theirs = (image.nbytes / statistics.median(times) / 1e9 for times in arrived.values())
         case = f"copy, r16, {image.nbytes >> 20} MiB"
         return [
             row(case, "adapter", ours, "GB/s", 45),
             row(case, "one plain copy", theirs, "GB/s"),
             row(case, "adapter over plain", ours / theirs, "x"),
+            row(case, "adapter, time of the step loop", statistics.median(issued[load]) * 1e3, "ms"),
         ]
 
     def ttft(self, rank: int, num_streams: int) -> list[Row]:
@@ -335,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in an open-loop case")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="CASE")
     args = parser.parse_args(argv)
     rows: list[Row] = []
 
@@ -344,20 +350,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{r['case']:32} {r['metric']:40} {r['value']:10.2f} {r['unit']}", flush=True)
 
     bench = Bench()
-    add(*bench.copy_rate())
-    for rank in (16, 64):
-        for num_streams in (0, NUM_STREAMS):
+    if "copy" in args.only:
+        add(*bench.copy_rate())
+    for rank, num_streams in itertools.product((16, 64), (0, NUM_STREAMS)):
+        if "ttft" in args.only:
             add(*bench.ttft(rank, num_streams))
     for num_prompt in (1, 64):
-        add(*bench.storm(num_prompt))
+        if "storm" in args.only:
+            add(*bench.storm(num_prompt))
     for run in (bench.slora_s2, bench.slora_s2_saturated):
         first = 0.0
-        for num_adapters in (5, 100, 1000, 2000):
+        for num_adapters in (5, 100, 1000, 2000) if "slora-s2" in args.only else ():
             measured = run(num_adapters, args.seconds)
             first = first or measured[0]["value"]
             drop = (1 - measured[0]["value"] / first) * 100
             add(*measured, row(measured[0]["case"], "throughput below n=5", drop, "%", 10))
-    add(*bench.thrash(args.seconds / 2))
+    if "thrash" in args.only:
+        add(*bench.thrash(args.seconds / 2))
     if args.out:
         conditions = {"gpu": torch.cuda.get_device_name(), "torch": f"torch {torch.__version__}"}
         write_results(rows, conditions, args.out)
