@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,11 @@ class ServeProcess:
     url: str
     process: subprocess.Popen[str]
     ray_dir: Path
+    key: str | None = None  # of callers that give none
 
     def call(self, path: str, body: Any = None, key: str | None = None) -> Answer:
         headers = {"content-type": "application/json"}
+        key = key or self.key
         if key is not None:
             headers["authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
@@ -101,9 +104,12 @@ class Stream:
 
 @contextmanager
 def serving(
-    flags: Sequence[str], environment: Mapping[str, str] | None = None, name: str = "base"
+    flags: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    name: str = "base",
+    key: str | None = None,
 ) -> Iterator[ServeProcess]:
-    """`name`: of the base model, which the first line of output tells. Ends it by Ctrl-C."""
+    """`name`: of the base model, which the first line of output tells. Ends all of it at once."""
     port = free_port()
     ray_dir = Path(tempfile.mkdtemp(prefix="lf"))  # a short path: sockets live in it
     command = [sys.executable, "-m", "deployments.cli", "serve", "--port", str(port), *flags]
@@ -111,15 +117,28 @@ def serving(
     env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     env |= {"RAY_TMPDIR": str(ray_dir), **(environment or {})}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        server = ServeProcess(f"http://127.0.0.1:{port}", process, ray_dir, key)
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == f"serving {name} at http://127.0.0.1:{port}/v1\n"
-            yield ServeProcess(f"http://127.0.0.1:{port}", process, ray_dir)
-            process.send_signal(signal.SIGINT)
-            process.wait(STOP_TIMEOUT_S)
+            assert process.stdout.readline() == f"serving {name} at {server.url}/v1\n"
+            yield server
         finally:
-            process.kill()
+            _kill(server)
     shutil.rmtree(ray_dir)
+
+
+def _kill(server: ServeProcess) -> None:
+    """A stop that lets all finish takes seconds; `test_serve.py` and `test_deaths.py` see to it."""
+    pids = server.pids()
+    server.process.kill()
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    server.process.wait()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while any(_command(pid) for pid in pids):  # they write into the folder
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def _children() -> dict[int, list[int]]:

@@ -132,25 +132,6 @@ def test_clients_that_leave_free_what_they_held(fleet: Fleet) -> None:
     assert fleet.complete("found").status == 200
 
 
-def test_haproxy_carries_answers_streams_errors_and_departures(tmp_path: Path) -> None:
-    """FR-47, FR-56: the proxy of servers that are open to the network; one engine is enough for it."""
-    base = make_llama(tmp_path / "base")
-    found = make_adapter(base, tmp_path / "found", rank=4, targets=ALL_LINEAR, seed=0)
-    flags = [
-        "--model", str(base), "--lora-modules", f"found={found}", "--proxy", "haproxy",
-        "--pool-bytes", "4000000", "--api-key", KEY,
-    ]  # fmt: skip
-    with serving(flags) as server:
-        fleet = Fleet(server, tmp_path)
-        streamed = fleet.complete("found", stream=True).body
-        events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
-        assert "".join(event["choices"][0]["text"] for event in events) == fleet.text("found")
-        assert fleet.text("found") != fleet.text("base")
-        assert fleet.complete("does-not-exist", stream=True).status == 404
-        assert fleet.call("/v1/models", key="wrong").status == 401
-        test_clients_that_leave_free_what_they_held(fleet)
-
-
 def test_strangers_and_unknown_models_are_turned_away(fleet: Fleet) -> None:
     """FR-47."""
     assert fleet.call("/v1/models", key="wrong").status == 401
