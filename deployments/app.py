@@ -49,7 +49,11 @@ def application(args: AppArgs, engine_client: str) -> Application:
 def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Application:
     engine = args.engine_config()
     settings = ReplicaSettings(
-        args.stream_interval_s, args.metrics_max_adapters, engine_client, args.metrics_port
+        args.stream_interval_s,
+        args.metrics_max_adapters,
+        engine_client,
+        args.metrics_port,
+        args.has_rank_actors,
     )
     num_gpus = args.tensor_parallel_size if args.device == "cuda" else 0
     router = RequestRouterConfig(
@@ -62,6 +66,7 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Appli
         .options(
             name=ENGINE,
             **_size(args),
+            **_placement(args),
             # enough in reserve to fill seats as they come free, and not a queue behind one replica's back
             max_ongoing_requests=2 * engine.max_num_seqs,
             max_queued_requests=engine.max_queued_requests,
@@ -76,6 +81,15 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Appli
         )
         .bind(engine, settings, catalog)
     )
+
+
+def _placement(args: AppArgs) -> dict[str, Any]:
+    if not args.has_rank_actors:
+        return {}
+    return {
+        "placement_group_bundles": [{"CPU": 1}] * args.tensor_parallel_size,
+        "placement_group_strategy": args.rank_placement,
+    }
 
 
 def _size(args: AppArgs) -> dict[str, Any]:

@@ -16,7 +16,8 @@ API_KEY_ENV = "LORAFLEET_API_KEY"  # of deployments.api.auth, which is imported 
 
 _SERVE_FLAGS = (
     "model", "served_model_name", "adapter_source", "device", "num_replicas", "num_ingress_replicas",
-    "tensor_parallel_size", "allow_runtime_lora_updating", "allowed_lora_prefixes", "catalog_file",
+    "tensor_parallel_size", "rank_placement", "allow_runtime_lora_updating", "allowed_lora_prefixes",
+    "catalog_file",
 )  # fmt: skip
 _ENGINE_FLAGS = {
     "dtype": str, "max_model_len": int, "pool_bytes": int, "num_pages": int, "gpu_memory_fraction": float,
@@ -76,6 +77,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--num-replicas", type=int, help="engines")
     add("--num-ingress-replicas", type=int, help="HTTP front ends")
     add("--tensor-parallel-size", type=int, help="GPUs an engine")
+    add("--rank-placement", help="process, or Ray actors: STRICT_PACK, PACK, SPREAD, STRICT_SPREAD")
     add("--device", choices=["cpu", "cuda"])
     add("--allow-runtime-lora-updating", action="store_true", default=None,
         help="enable /v1/load_lora_adapter and /v1/unload_lora_adapter")  # fmt: skip

@@ -63,6 +63,8 @@ class AppArgs(BaseModel):
     autoscaling: AutoscalingArgs | None = None
     num_ingress_replicas: int = Field(default=1, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
+    # a group's ranks: processes of the replica, or Ray actors placed by that strategy, also across hosts
+    rank_placement: Literal["process", "STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = "process"
     router: RouterArgs = RouterArgs()
 
     api_key_digests: list[str] = []  # SHA-256, hexadecimal; none: open to all
@@ -106,6 +108,21 @@ class AppArgs(BaseModel):
         if scaling and not scaling.min_replicas <= self.num_replicas <= scaling.max_replicas:
             raise ValueError("num_replicas is not between autoscaling's min_replicas and max_replicas")
         return self
+
+    @model_validator(mode="after")
+    def _ranks_can_be_placed(self) -> Self:
+        if self.rank_placement != "process" and self.device != "cpu":
+            raise ValueError("rank_placement is for groups on CPUs only")
+        return self
+
+    @property
+    def has_rank_actors(self) -> bool:
+        return self.rank_placement != "process" and self.tensor_parallel_size > 1
+
+    @property
+    def cpus_per_replica(self) -> int:
+        """Logical ones."""
+        return self.tensor_parallel_size if self.has_rank_actors else 1
 
     @property
     def most_replicas(self) -> int:

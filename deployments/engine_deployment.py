@@ -10,6 +10,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import RayServeException
 
 from deployments.engine_replica import WAITS_S, EngineReplica, ReplicaSettings
+from deployments.rank_actors import start_ranks
 from deployments.wire import from_answer
 from engine.config import EngineConfig
 from engine.errors import AdapterRefused, Unavailable
@@ -26,6 +27,8 @@ class EngineDeployment(EngineReplica):
             # not waited for: a request's end must not depend on it, and the next one tells it again
             catalog.call.remote("refused", decode_ref(ref), error)
 
+        if settings.has_rank_actors:
+            engine, self._ranks = start_ranks(engine)
         replica_id = serve.get_replica_context().replica_id.unique_id
         super().__init__(engine, settings, replica_id, tell_catalog)
         await self.start()

@@ -38,6 +38,7 @@ class ReplicaSettings:
     metrics_max_adapters: int = DEFAULT_MAX_NAMES  # adapters that this replica's metrics name
     engine_client: str = ENGINE_CLIENT  # module:Class; tests bring a fake
     metrics_port: int | None = None  # of a page of its own; None: no page
+    has_rank_actors: bool = False  # its group's other ranks are Ray actors
 
 
 OnRefused = Callable[[dict[str, str], AdapterRefused], None]

@@ -111,7 +111,7 @@ class Server:
         if "RAY_ADDRESS" not in os.environ:
             cluster = {
                 "address": "local",
-                "num_cpus": self._args.most_replicas + SPARE_CPUS,
+                "num_cpus": self._args.most_replicas * self._args.cpus_per_replica + SPARE_CPUS,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
             }

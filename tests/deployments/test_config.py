@@ -74,3 +74,11 @@ def test_the_example_config_is_valid() -> None:
     (application,) = config["applications"]
     assert application["import_path"] == "deployments.app:build"
     assert AppArgs(**application["args"]).model_names() == ("qwen",)
+
+
+def test_ranks_may_be_actors_of_groups_on_cpus() -> None:
+    args = AppArgs(model="x", tensor_parallel_size=2, rank_placement="STRICT_PACK")
+    assert (args.has_rank_actors, args.cpus_per_replica) == (True, 2)
+    assert not AppArgs(model="x", rank_placement="STRICT_PACK").has_rank_actors
+    with pytest.raises(ValidationError, match="rank_placement is for groups on CPUs only"):
+        AppArgs(model="x", device="cuda", tensor_parallel_size=2, rank_placement="STRICT_PACK")

@@ -1,0 +1,43 @@
+"""The other ranks of a replica's group as Ray actors, one in each further bundle of its placement group.
+
+Rank 0 is the replica's own engine process, to which they connect (`engine.tensor_parallel.seats`). What ends
+the replica ends its placement group, and so the ranks; what ends a rank ends the engine, and so the replica.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine.config import EngineConfig
+from engine.tensor_parallel.seats import TOKEN_ENV, free_address
+
+
+class RankActor:
+    def run(self, address: str, token: str, rank: int) -> None:
+        """Until the group ends, and this process with it."""
+        # torch takes seconds to import: the replica that only starts this needs it not
+        from engine.tensor_parallel.seats import connect
+        from engine.tensor_parallel.worker import serve
+
+        os.environ[TOKEN_ENV] = token
+        serve(connect(address, rank))
+
+
+def start_ranks(engine: EngineConfig) -> tuple[EngineConfig, list[Any]]:
+    """Called in the replica: its engine's configuration, and the actors, which live as their handles do."""
+    placement_group = ray.util.get_current_placement_group()
+    address = free_address(ray.util.get_node_ip_address())
+    token = os.environ[TOKEN_ENV] = secrets.token_hex(32)  # the engine process inherits it
+    actors = []
+    for rank in range(1, engine.tensor_parallel_size):
+        bundle = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=rank)
+        actor = ray.remote(RankActor).options(num_cpus=1, scheduling_strategy=bundle).remote()
+        actor.run.remote(address, token, rank)
+        actors.append(actor)
+    return replace(engine, rank_address=address), actors
