@@ -107,6 +107,17 @@ class Worker:
                 self._dropped.add(number)
 
 
+def _end_with(sock: socket.socket) -> None:
+    """While this rank is built nobody reads its stream, and it may wait half an hour for a dead rank 0.
+
+    The first byte, which comes after that, is left to the main thread.
+    """
+    with suppress(OSError):
+        if sock.recv(1, socket.MSG_PEEK):
+            return
+    os._exit(0)
+
+
 def _fail(sock: socket.socket, refusal: LorafleetError) -> None:
     """Rank 0 ends us when it has read that; if it hangs without us, our end is its end."""
     sock.sendall(messages.encode_json(Kind.FAILED, refusal.to_dict()))
@@ -135,6 +146,7 @@ def serve(sock: socket.socket) -> None:
         return  # rank 0 has failed, or turned us away
     settings, rank, rendezvous = json.loads(payload)
     config = EngineConfig(**settings)
+    threading.Thread(target=_end_with, args=(sock,), name="rank-0-watch", daemon=True).start()
     try:
         built = build_rank(config, Shard(rank, config.tensor_parallel_size), rendezvous)
     except (LorafleetError, ValueError, OSError) as error:

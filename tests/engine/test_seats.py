@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,19 @@ def test_without_a_token_nobody_is_let_in(address: str, monkeypatch: pytest.Monk
     with pytest.raises(InvalidRequest) as caught:
         accept_guests(address, 2)
     assert caught.value.param == "rank_address"
+
+
+def test_a_rank_ends_with_a_rank_0_that_dies_while_the_group_is_built(tmp_path: Path, address: str) -> None:
+    """It waits in the rendezvous then, and hears nothing."""
+    config = EngineConfig(str(make_llama(tmp_path / "base")), tensor_parallel_size=2, num_pages=60)
+    came: list[Guest] = []
+    thread = accept(address, 2, came)
+    with guests(address, 2) as (process,):
+        thread.join(timeout=30)
+        (guest,) = came
+        frame = messages.encode_json(Kind.CONFIG, [asdict(config), 1, str(tmp_path / "rendezvous")])
+        guest.sock.sendall(frame)
+        time.sleep(2.0)
+        assert process.poll() is None
+        guest.stop()
+        assert process.wait(timeout=10) == 0
