@@ -115,9 +115,10 @@ class FleetService(Replicas):
                 deltas = decode_chunk(chunk)
                 unfinished -= sum(delta.finish_reason is not None for delta in deltas)
                 yield deltas
-        except BackPressureError as error:
-            raise Overloaded("all replicas are busy", retry_after_s=RETRY_AFTER_S) from error
-        except DeploymentUnavailableError as error:
+        except (BackPressureError, DeploymentUnavailableError) as error:
+            unfinished = 0  # it never began; to cancel it would raise the error once more
+            if isinstance(error, BackPressureError):
+                raise Overloaded("all replicas are busy", retry_after_s=RETRY_AFTER_S) from error
             raise Unavailable("no replica is available", retry_after_s=RETRY_AFTER_S) from error
         finally:
             if unfinished:

@@ -51,6 +51,9 @@ class Stream:
             yield item
 
     def cancel(self) -> None:
+        for item in self._items:
+            if isinstance(item, (BackPressureError, DeploymentUnavailableError)):
+                raise item  # as Serve does for a call that found no replica
         self.is_cancelled = True
 
 
