@@ -72,6 +72,11 @@ class Replica:
     def has_seat(self) -> bool:
         return self.load < self.seats
 
+    @property
+    def num_free(self) -> int:
+        """Requests more that it accepts."""
+        return max(0, self.capacity - self.load)
+
     def tier(self, adapter: str, now: float) -> int | None:
         reported = self.report.tier(adapter)
         is_placed = reported != HBM and self.placed.get(adapter, now) > now
@@ -87,7 +92,7 @@ class FleetTable:
         self.replicas: list[Replica] = []
         self.num_requests = 0  # on all of them
         self.num_seats = 0
-        self.num_open = 0  # replicas that accept another request
+        self.num_free = 0  # requests more that would be accepted
         self._memory_s = memory_s
         self._by_id: dict[str, Replica] = {}
         self._holders: dict[
@@ -110,13 +115,13 @@ class FleetTable:
         self._seeds = np.append(self._seeds, np.uint64(hash64(replica_id)))
         self._ranked.clear()
         self.num_seats += seats
-        self.num_open += 1
+        self.num_free += capacity
 
     def remove(self, replica_id: str) -> None:
         replica = self._by_id.pop(replica_id)
         self.num_requests -= replica.load
         self.num_seats -= replica.seats
-        self.num_open -= replica.load < replica.capacity
+        self.num_free -= replica.num_free
         for name in replica.report.names() | replica.placed.keys():
             self._drop_holder(name, replica)
         last = self.replicas.pop()
@@ -227,7 +232,7 @@ class FleetTable:
             assert replica.num_sent <= replica.load
         assert self.num_requests == sum(r.load for r in self.replicas)
         assert self.num_seats == sum(r.seats for r in self.replicas)
-        assert self.num_open == sum(r.load < r.capacity for r in self.replicas)
+        assert self.num_free == sum(max(0, r.capacity - r.load) for r in self.replicas)
         assert [r.place for r in self.replicas] == list(range(len(self.replicas)))
         assert list(map(int, self._seeds)) == [hash64(r.replica_id) for r in self.replicas]
         for replica in self.replicas:
@@ -263,11 +268,11 @@ class FleetTable:
     def _count(self, replica: Replica) -> None:
         if self._by_id.get(replica.replica_id) is not replica:
             return  # it is gone
-        before = replica.load
+        before, before_free = replica.load, replica.num_free
         after = max(replica.num_sent, replica.num_heard + replica.num_sent - replica.num_sent_then)
         replica.load = after
         self.num_requests += after - before
-        self.num_open += (after < replica.capacity) - (before < replica.capacity)
+        self.num_free += replica.num_free - before_free
 
 
 def hash64(name: str) -> int:

@@ -8,7 +8,8 @@ must exist on every node. Each handle has a router of its own; they share nothin
 
 Stats are read when they arrive, not when a request does. Choosing asks nobody: how many requests a replica
 has is known from its stats, from its answers, and from what was sent since; if it is full all the same, it
-rejects and says so. A request that would wait in the router for more than `max_wait_s` is refused at once.
+rejects and says so. While requests wait in the router, adapters take turns; one that would wait for more than
+`max_wait_s` is refused at once.
 
 Every call carries a multiplexed_model_id, the base model's being BASE_ID. A caller that passes `route=""`
 gets it replaced by the reason of the choice, so that the replica can count reasons.
@@ -42,8 +43,10 @@ from router.policy import (
     ResidencyPolicy,
     RouteRequest,
 )
+from router.turns import Turns
 
 BASE_ID = BASE  # a call without an id would get another request's replica
+LOOK_AGAIN_S = 0.05  # while requests wait for a place
 BURST_S = 1.0  # nobody is refused before so long a time shows how fast requests end
 PREFIX_TOKENS = 64  # prompts that agree in so many may share pages of the prefix cache
 
@@ -64,6 +67,9 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         self._num_waiting = 0
         self._busy_since = 0.0  # when somebody began to wait, and somebody did ever since
         self._num_ended = 0  # requests, since then
+        self._turns: Turns[asyncio.Future[None]] = Turns()
+        self._look: asyncio.TimerHandle | None = None  # at who waits, once more
+        self._entering: set[object] = set()  # let in since the last look, without a replica yet
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         self._running_replicas = {r.replica_id.unique_id: r for r in replicas}
@@ -72,6 +78,7 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         for replica_id, replica in self._running_replicas.items():
             self._read_stats(replica_id, replica)
         super().update_replicas(replicas)
+        self._let_in()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -96,6 +103,8 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         super().on_request_completed(replica_id, internal_request_id)
         self._num_ended += 1
         self._table.sent(replica_id.unique_id, -1)
+        if self._turns:  # this may be another thread
+            self._event_loop.call_soon_threadsafe(self._let_in)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -129,11 +138,57 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         self._num_waiting += 1
         try:
             async with asyncio.timeout(self._max_wait_s):
-                return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+                if is_retry:  # it had its turn
+                    return await super()._choose_replica_for_request(pending_request, is_retry=True)
+                turn = await self._take_turn(_adapter(pending_request) or BASE_ID)
+                try:
+                    return await super()._choose_replica_for_request(pending_request)
+                finally:
+                    self._leave(turn)
         except TimeoutError:
             raise self._refusal() from None
         finally:
             self._num_waiting -= 1
+
+    async def _take_turn(self, adapter: str) -> object:
+        """Return when a place is free that nobody else is entering for. Serve's own queue is by arrival."""
+        turn: asyncio.Future[None] = self._event_loop.create_future()
+        if not self._turns and len(self._entering) < self._table.num_free:
+            self._entering.add(turn)
+            return turn
+        self._turns.add(adapter, turn)
+        if self._look is None:
+            self._look = self._event_loop.call_later(LOOK_AGAIN_S, self._look_again)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._turns.discard(adapter, turn)
+            self._leave(turn)
+            raise
+        return turn
+
+    def _leave(self, turn: object) -> None:
+        self._entering.discard(turn)
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._turns and len(self._entering) < self._table.num_free:
+            turn = self._turns.next()
+            if not turn.done():
+                self._entering.add(turn)
+                turn.set_result(None)
+
+    def _look_again(self) -> None:
+        """Nobody tells what other routers' requests leave, if it is as it was in the last report.
+
+        And who was let in may wait for one replica that is full, while others have places.
+        """
+        self._look = None
+        if self._turns:
+            self._entering.clear()
+            self._table.settle(time.monotonic())
+            self._let_in()
+            self._look = self._event_loop.call_later(LOOK_AGAIN_S, self._look_again)
 
     async def _select_from_candidate_replicas(
         self, candidates: list[RunningReplica], backoff_index: int
@@ -173,7 +228,7 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
     def _would_wait_too_long(self, now: float) -> bool:
         """By how fast requests of this router end while others wait. A burst is none the wiser at first."""
         busy_s = now - self._busy_since
-        if self._table.num_open or not self._num_waiting or busy_s < BURST_S:
+        if self._table.num_free or not self._num_waiting or busy_s < BURST_S:
             return False
         return self._num_waiting * busy_s > self._max_wait_s * (self._num_ended + 1)
 

@@ -60,10 +60,10 @@ def test_load_is_what_was_heard_and_what_was_sent_since() -> None:
     fleet.sent("a")
     assert (a.load, a.has_seat) == (5, False)
     fleet.answered("a", 8, 0.1)
-    assert (a.load, fleet.num_open) == (8, 0)
+    assert (a.load, fleet.num_free) == (8, 0)
     for _ in range(3):
         fleet.sent("a", -1)
-    assert (a.load, fleet.num_open) == (5, 1)
+    assert (a.load, fleet.num_free) == (5, a.capacity - 5)
 
 
 def test_own_requests_count_whatever_an_old_report_says() -> None:
@@ -94,7 +94,7 @@ def test_a_replica_that_is_gone_is_heard_of_no_more() -> None:
     fleet.sent("a", -1)
     fleet.answered("a", 3, 0.1)
     fleet.settle(9.0)
-    assert (fleet.num_requests, fleet.num_open, fleet.num_seats) == (0, 1, 4)
+    assert (fleet.num_requests, fleet.num_free, fleet.num_seats) == (0, fleet["b"].capacity, 4)
     assert not fleet.holders("x")
     fleet.check_invariants()
 
