@@ -12,6 +12,7 @@ import torch
 
 from engine.adapters.host_memory import HostArena
 from engine.adapters.image import ImageFormat
+from engine.adapters.image_reader import ImageReader, LocalReader
 from engine.adapters.loader import AdapterLoader
 from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
@@ -29,7 +30,7 @@ from engine.sharding import WHOLE, Shard, shard_shape
 from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
 from engine.tensor_parallel.costs import LOCAL_CPUS, Batch, Sharding, choose_sharding
-from engine.tensor_parallel.group import Group, GroupRunner
+from engine.tensor_parallel.group import Group, GroupReader, GroupRunner
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +51,13 @@ class BuiltRank:
     form: ImageFormat  # of this rank's part of adapters
 
 
-def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
-    """Loads end in `inbox`. Raises InvalidRequest for a model or a configuration that cannot be served."""
+def build_core(config: EngineConfig, inbox: Inbox, reader: ImageReader | None = None) -> EngineCore:
+    """Loads end in `inbox`. `reader`: of adapters, closed with the core; None: threads of this process.
+
+    Raises InvalidRequest for a model or a configuration that cannot be served.
+    """
     if config.tensor_parallel_size == 1:
-        return _core(config, inbox, build_rank(config), None)
+        return _core(config, inbox, build_rank(config), None, reader)
     if config.device == "cuda" and not GROUPS_ON_GPUS:
         raise InvalidRequest("groups of ranks do not run on GPUs yet", param="tensor_parallel_size")
     # the other ranks fail as this one does, but this one tells of it
@@ -71,7 +75,7 @@ def build_core(config: EngineConfig, inbox: Inbox) -> EngineCore:
         if failure is not None:
             raise failure from error
         raise
-    return _core(config, inbox, built, group)
+    return _core(config, inbox, built, group, reader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +164,17 @@ def _is_split(config: EngineConfig) -> bool:
     return config.tensor_parallel_size > 1 and config.lora_sharding == "full"
 
 
-def _core(config: EngineConfig, inbox: Inbox, built: BuiltRank, group: Group | None) -> EngineCore:
+def _core(
+    config: EngineConfig, inbox: Inbox, built: BuiltRank, group: Group | None, reader: ImageReader | None
+) -> EngineCore:
     core: EngineCore
+    reader = reader or LocalReader(config)
     # the core is built after its loader, but no load can end before somebody asks for one
     loader = AdapterLoader(
         built.form,
         config,
         lambda result: inbox.put(partial(core.on_loaded, result)),
-        read=None if group is None else group.read_image,
+        reader=reader if group is None else GroupReader(group, reader),
     )
     memory = build_memory(config, built.geometry)
     manager = AdapterManager(

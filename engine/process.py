@@ -1,8 +1,9 @@
 """The engine's own process: `python -m engine.process FD`, started by `engine.client`.
 
-HTTP, tokenising and detokenising live in the client's process, so they never hold the step loop's GIL. Three
-threads: a reader turns frames into calls for the loop, the loop steps, a writer sends what came out, so that
-a slow client never stalls a step. The process ends when its client does.
+HTTP, tokenising and detokenising live in the client's process, adapters are read in a child (`remote_reader`):
+none of them holds the step loop's GIL. Three threads: a reader turns frames into calls for the loop, the loop
+steps, a writer sends what came out, so that a slow client never stalls a step. The process ends when its
+client does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from engine.adapters.page_file import raise_fd_limit
+from engine.adapters.remote_reader import RemoteReader
 from engine.building import build_core
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -47,7 +50,7 @@ class EngineProcess:
     def run(self) -> None:
         config = EngineConfig(**read_frame(self._sock))
         try:
-            core = build_core(config, self._inbox)
+            core = _build(config, self._inbox)
         except (LorafleetError, ValueError, OSError) as error:
             self._sock.sendall(encode_frame({"failed": _as_error(error).to_dict()}))
             return
@@ -150,6 +153,15 @@ _CALLS: dict[str, Callable[..., None]] = {
 }
 
 
+def _build(config: EngineConfig, inbox: Inbox) -> EngineCore:
+    reader = RemoteReader(config)  # first: it starts while the engine does
+    try:
+        return build_core(config, inbox, reader)
+    except BaseException:
+        reader.close()
+        raise
+
+
 def _as_error(error: Exception) -> LorafleetError:
     return error if isinstance(error, LorafleetError) else InvalidRequest(str(error), param="model")
 
@@ -158,6 +170,7 @@ def main() -> None:
     # Ctrl-C reaches the whole process group; the client decides when this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    raise_fd_limit()
     sock = socket.socket(fileno=int(sys.argv[1]))
     EngineProcess(sock).run()
     sys.stdout.flush()

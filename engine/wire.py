@@ -28,8 +28,8 @@ def encode_frame(message: Any) -> bytes:
 
 def read_frame(sock: socket.socket) -> Any:
     """Blocks. Raises EOFError when the other side is gone."""
-    (length,) = HEADER.unpack(_read_exactly(sock, HEADER.size))
-    return json.loads(_read_exactly(sock, length))
+    (length,) = HEADER.unpack(read_exactly(sock, HEADER.size))
+    return json.loads(read_exactly(sock, length))
 
 
 def encode_ref(ref: AdapterRef) -> dict[str, str]:
@@ -113,7 +113,8 @@ def decode_milestones(items: list[Any]) -> Milestones | None:
     return Milestones(*items[0]) if items else None
 
 
-def _read_exactly(sock: socket.socket, length: int) -> bytes:
+def read_exactly(sock: socket.socket, length: int) -> bytes:
+    """As `read_frame`."""
     buffer = bytearray(length)
     view = memoryview(buffer)
     while view:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Protocol, overload
 
-import numpy as np
 import torch
 
-from engine.adapters.host_buffer import new_buffer
-
-_SLAB_BYTES = 64 << 20
+from engine.adapters.page_file import PageFile
 
 
 class HostPages(Sequence[torch.Tensor]):
     """An image's pages, each [page_elems], anywhere in an arena: there are no gaps that nothing fits."""
 
-    __slots__ = ("__weakref__", "_pages")
+    __slots__ = ("__weakref__", "_pages", "numbers")
 
-    def __init__(self, pages: Sequence[torch.Tensor]) -> None:
+    def __init__(self, pages: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
+        """`numbers`: of the pages in their file."""
         self._pages = tuple(pages)
+        self.numbers = tuple(numbers)
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -56,64 +56,77 @@ class HostPages(Sequence[torch.Tensor]):
         return page.as_strided((count * len(page),), (1,))
 
 
+class PageSource(Protocol):
+    def take(self, num_pages: int) -> HostPages:
+        """Their content is arbitrary."""
+
+
 class HostArena:
     """Pages of one size, in slabs that are never given back: what an image leaves, the next one takes.
 
     Fresh memory costs page faults, locking it for the GPU's copies costs more, and to free locked memory is
-    to wait for the GPU. May be used by several threads.
+    to wait for the GPU. May be used by several threads, and another process may write the pages (`file`).
     """
 
     def __init__(self, page_elems: int, dtype: torch.dtype, is_pinned: bool = False) -> None:
         """`is_pinned`: page-locked, so that copies to the GPU run beside everything else."""
-        self._page_elems = page_elems
-        self._dtype = dtype
+        self.page_elems = page_elems
+        self.dtype = dtype
+        self.file = PageFile(page_elems, dtype)
         self._is_pinned = is_pinned
         self._lock = threading.Lock()  # between those who take
         # pages come back without the lock, from finalisers, which run wherever they happen to
-        self._free: deque[torch.Tensor] = deque()
-        self._slabs: list[memoryview] = []
+        self._free: deque[int] = deque()
+        self._num_slabs = 0
+        self._pinned: list[mmap.mmap] = []
         if is_pinned:
-            weakref.finalize(self, _unpin, self._slabs).atexit = False
+            weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     @property
     def num_bytes(self) -> int:
-        return sum(slab.nbytes for slab in self._slabs)
+        return self._num_slabs * self.file.slab_bytes
 
     def take(self, num_pages: int) -> HostPages:
         """Their content is arbitrary. They come back when the result is dropped."""
         with self._lock:
             while len(self._free) < num_pages:
                 self._free.extend(self._new_slab())
-            taken = [self._free.pop() for _ in range(num_pages)]
-        taken.reverse()  # as they lie in a fresh slab
-        pages = HostPages(taken)
-        weakref.finalize(pages, self._put_back, taken).atexit = False
+            numbers = [self._free.pop() for _ in range(num_pages)]
+        numbers.reverse()  # as they lie in a fresh slab
+        pages = HostPages([self.file.page(number) for number in numbers], numbers)
+        weakref.finalize(pages, self._put_back, numbers).atexit = False
         return pages
 
-    def _put_back(self, pages: list[torch.Tensor]) -> None:
+    def _put_back(self, numbers: list[int]) -> None:
         """Bound to this arena: it lives as long as any image in it."""
-        self._free.extend(pages)
+        self._free.extend(numbers)
 
-    def _new_slab(self) -> tuple[torch.Tensor, ...]:
-        page_bytes = self._page_elems * self._dtype.itemsize
-        num_pages = max(1, _SLAB_BYTES // page_bytes)
-        buffer = new_buffer(num_pages * page_bytes)
+    def _new_slab(self) -> range:
+        index = self._num_slabs
+        self.file.grow(index + 1)
         if self._is_pinned:
-            _pin(buffer)
-        self._slabs.append(buffer)
-        return torch.frombuffer(buffer, dtype=self._dtype).view(num_pages, self._page_elems).unbind()
+            slab = self.file.slab(index)
+            _pin(slab)
+            self._pinned.append(slab)
+        self._num_slabs += 1
+        return range(index * self.file.pages_per_slab, (index + 1) * self.file.pages_per_slab)
 
 
-def _pin(buffer: memoryview) -> None:
-    memory = np.frombuffer(buffer, np.uint8)
+def _pin(slab: mmap.mmap) -> None:
+    """A step must not wait for it: the GIL is free all the time."""
+    address = _address(slab)
     # faults first: the driver would take them one by one, with launches of other threads waiting for it
-    memory[:: mmap.PAGESIZE] = 0
+    ctypes.memset(address, 0, len(slab))
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+    torch.cuda.check_error(cudart.cudaHostRegister(address, len(slab), 0))
 
 
-def _unpin(buffers: list[memoryview]) -> None:
+def _unpin(slabs: list[mmap.mmap]) -> None:
     """Before they are freed: else others who get their addresses could not pin them."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    for buffer in buffers:
-        torch.cuda.check_error(cudart.cudaHostUnregister(np.frombuffer(buffer, np.uint8).ctypes.data))
+    for slab in slabs:
+        torch.cuda.check_error(cudart.cudaHostUnregister(_address(slab)))
+
+
+def _address(slab: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(slab))

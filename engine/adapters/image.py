@@ -15,7 +15,7 @@ import torch
 
 from engine.adapters.binding import BoundModule
 from engine.adapters.checkpoint import AdapterCheckpoint
-from engine.adapters.host_memory import HostArena, HostPages
+from engine.adapters.host_memory import HostArena, HostPages, PageSource
 from engine.adapters.layout import (
     ImageLayout,
     Ranks,
@@ -81,7 +81,7 @@ class ImageFormat:
     max_rank: int
     max_pool_pages: int | None = None  # that one adapter can have
     max_host_bytes: int | None = None
-    arena: HostArena | None = None  # where images lie; None: each in memory of its own
+    arena: PageSource | None = None  # where images lie; None: each in memory of its own
     shard: Shard = WHOLE  # what of an adapter this image holds
     is_fully_sharded: bool = False
 

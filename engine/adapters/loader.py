@@ -8,7 +8,6 @@ load that makes no progress for a second lends its place to another: one slow so
 from __future__ import annotations
 
 import dataclasses
-import errno
 import logging
 import threading
 import time
@@ -17,17 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.adapters.disk_cache import DiskCache
-from engine.adapters.disk_writer import DiskWriter
 from engine.adapters.image import AdapterImage, ImageFormat
-from engine.adapters.loading import load_image
+from engine.adapters.image_reader import ImageReader, LocalReader
 from engine.adapters.manager import STALL_FACTOR
 from engine.config import EngineConfig
-from engine.errors import AdapterRefused, InvalidRequest, LorafleetError, Unavailable
+from engine.errors import AdapterRefused, LorafleetError, Unavailable
 from engine.request import AdapterRef
-
-ReadImage = Callable[[str, ImageFormat, Callable[[], None], str | None, DiskWriter | None], AdapterImage]
-"""As `load_image`."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +68,12 @@ class AdapterLoader:
         config: EngineConfig,
         on_done: Callable[[LoadResult], None],  # called from the loader's threads
         clock: Callable[[], float] = time.monotonic,
-        read: ReadImage | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
-        """`read`: what reads an image, None: load_image."""
+        """`reader`: closed with this; None: threads of this process. Raises as that does."""
         self._form = form
-        self._read_image: ReadImage = read or load_image
+        self._reader: ImageReader = reader or LocalReader(config)
         self._config = config
-        self._disk = _open_disk(config)
         self._on_done = on_done
         self._clock = clock
         self._lock = threading.Lock()  # over everything below
@@ -129,8 +122,7 @@ class AdapterLoader:
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if self._disk is not None:
-            self._disk.close()
+        self._reader.close()
 
     def _start_loads(self) -> None:
         now = self._clock()
@@ -170,9 +162,12 @@ class AdapterLoader:
             load.progressed = self._clock()
 
         try:
-            image = self._read_image(load.key.uri, self._form, check, load.key.version, self._disk)
+            key = load.key
+            image = self._reader.read(key.uri, self._form, check, lambda: load.is_over, key.version)
         except LorafleetError as error:
-            return None, error
+            # it is remembered for a while, and the frames of its traceback have all that was read
+            error.__context__ = error.__cause__ = None
+            return None, error.with_traceback(None)
         except Exception:
             # a fault of ours, but those who wait must hear of it
             logger.exception("loading adapter %r failed", load.refs[0].name)
@@ -217,22 +212,6 @@ class AdapterLoader:
                 self._on_done(result)
             except Exception:
                 logger.exception("the result of loading adapter %r was not taken", result.ref.name)
-
-
-def _open_disk(config: EngineConfig) -> DiskWriter | None:
-    if config.disk_cache_dir is None:
-        return None
-    try:
-        cache = DiskCache(config.disk_cache_dir, config.disk_cache_bytes)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            # whoever fills the volume must not keep replicas from starting
-            logger.error("nothing is kept in disk_cache_dir: %s", error.strerror)
-            return None
-        raise InvalidRequest(
-            f"disk_cache_dir cannot be used: {error.strerror}", param="disk_cache_dir"
-        ) from error
-    return DiskWriter(cache, config.max_parallel_loads)
 
 
 def _named(image: AdapterImage | None, ref: AdapterRef) -> AdapterImage | None:

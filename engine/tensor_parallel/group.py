@@ -20,11 +20,11 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
-from engine.adapters.disk_writer import DiskWriter
 from engine.adapters.image import AdapterImage, ImageFormat
-from engine.adapters.loading import load_image
+from engine.adapters.image_reader import ImageReader
 from engine.config import EngineConfig
 from engine.errors import LorafleetError, Unavailable
 from engine.plan import StepPlan
@@ -153,17 +153,18 @@ class Group:
 
     def read_image(
         self,
+        local: ImageReader,
         uri: str,
         form: ImageFormat,
-        check: Callable[[], None] = lambda: None,
-        version: str | None = None,
-        disk: DiskWriter | None = None,
+        check: Callable[[], None],
+        is_over: Callable[[], bool],
+        version: str | None,
     ) -> AdapterImage:
-        """As `load_image`, each rank its own part. Runs on a loader's thread."""
+        """As `ImageReader.read`, each rank its own part; `local` reads ours. Runs on a loader's thread."""
         number = next(self._numbers)
         others = [rank.load(number, uri, version) for rank in self.ranks]
         try:
-            image = load_image(uri, form, check, version, disk)
+            image = local.read(uri, form, check, is_over, version)
             for other in others:
                 if _wait(other, check) != image.digest:
                     raise Unavailable("the adapter changed at its source meanwhile", retry_after_s=1.0)
@@ -222,6 +223,14 @@ class Group:
         while time.monotonic() < deadline and self._busy_since is not None:
             time.sleep(_POLL_S)
         self._on_end()
+
+
+class GroupReader:
+    """Reads an adapter on all ranks."""
+
+    def __init__(self, group: Group, local: ImageReader) -> None:
+        self.read = partial(group.read_image, local)
+        self.close = local.close
 
 
 class GroupRunner:

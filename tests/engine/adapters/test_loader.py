@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import shutil
@@ -12,15 +13,23 @@ from typing import Any
 
 import pytest
 
-from engine.adapters import loader as loader_module
+from engine.adapters import image_reader
+from engine.adapters.host_memory import HostArena
 from engine.adapters.image import AdapterImage, ImageFormat
-from engine.adapters.loader import FAILURE_TTL_S, REFUSAL_TTL_S, STALLED_S, AdapterLoader, LoadResult
+from engine.adapters.loader import (
+    _TICK_S,
+    FAILURE_TTL_S,
+    REFUSAL_TTL_S,
+    STALLED_S,
+    AdapterLoader,
+    LoadResult,
+)
 from engine.adapters.loading import load_image
 from engine.adapters.manager import STALL_FACTOR
 from engine.config import EngineConfig
 from engine.errors import AdapterRefused, LorafleetError, ModelNotFound, Unavailable
 from engine.request import AdapterRef
-from tests.engine.adapters.adapter_dirs import FORMAT, write_adapter
+from tests.engine.adapters.adapter_dirs import FORMAT, lora_tensors, tensor_name, write_adapter
 
 WAIT_S = 20.0  # for what must come; a test that passes does not wait so long
 
@@ -91,7 +100,7 @@ class Fleet:
 def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reads:
     image = load_image(str(write_adapter(tmp_path / "any")), FORMAT)
     reads = Reads(image)
-    monkeypatch.setattr(loader_module, "load_image", reads.load_image)
+    monkeypatch.setattr(image_reader, "load_image", reads.load_image)
     return reads
 
 
@@ -182,7 +191,7 @@ def test_loads_that_stall_hold_back_no_other(make_fleet: Callable[..., Fleet], r
     fleet.submit("fast")
     for count in range(2, len(stalled) + 1, 2):
         assert {reads.started.get(timeout=WAIT_S) for _ in range(2)} <= set(stalled)
-        time.sleep(3 * loader_module._TICK_S)
+        time.sleep(3 * _TICK_S)
         assert len(reads.counts) == count, "it moved a moment ago"
         fleet.clock.now += STALLED_S
     fleet.assert_silent()
@@ -370,3 +379,20 @@ def test_real_adapters_are_loaded_and_refused(tmp_path: Path) -> None:
     assert isinstance(error, ModelNotFound)
     assert str(tmp_path) not in error.message
     loader.close()
+
+
+def test_a_refusal_that_is_remembered_holds_no_memory(tmp_path: Path) -> None:
+    """Values are looked at when pages are half full."""
+    tensors = lora_tensors()
+    tensors[tensor_name(1, "v_proj", "B")][0, 0] = float("nan")
+    path = write_adapter(tmp_path / "nan", tensors)
+    arena = HostArena(FORMAT.page_elems, FORMAT.dtype)
+    results: queue.Queue[LoadResult] = queue.Queue()
+    loader = AdapterLoader(replace(FORMAT, arena=arena), EngineConfig(model="unused"), results.put)
+    loader.submit(AdapterRef("nan", str(path), "1"))
+    error = results.get(timeout=WAIT_S).error
+    loader.close()
+    assert isinstance(error, AdapterRefused)
+    gc.collect()
+    assert arena.num_bytes == arena.file.slab_bytes
+    assert len(arena._free) == arena.file.pages_per_slab
