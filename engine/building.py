@@ -35,7 +35,7 @@ from engine.tensor_parallel.group import Group, GroupReader, GroupRunner
 logger = logging.getLogger(__name__)
 
 GROUPS_ON_GPUS = False
-"""That a group on GPUs gives the tokens of one GPU is not shown yet: tests/engine/test_cuda_tensor_parallel."""
+"""Not before `tests/engine/test_cuda_tensor_parallel.py` has shown a group to give the tokens of one GPU."""
 
 TYPICAL_CONTEXT = 1024  # tokens of a request, where adapters and KV are weighed up
 
