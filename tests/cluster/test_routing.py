@@ -10,7 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -128,7 +128,7 @@ def fleet(root: Path, router: str, name: str) -> Iterator[Fleet]:
         ),
         graceful_shutdown_timeout_s=1.0,
         graceful_shutdown_wait_loop_s=0.1,
-        ray_actor_options={"num_cpus": 1},
+        ray_actor_options={"num_cpus": 0.1},  # three fleets, one of which works
     )
     handle = serve.run(deployment.bind(engine), name=name, route_prefix=None)
     try:
@@ -138,7 +138,7 @@ def fleet(root: Path, router: str, name: str) -> Iterator[Fleet]:
 
 
 async def zipf_traffic(fleet: Fleet, count: int, rate: float, seed: int = 0) -> list[float]:
-    """Poisson; each one's wait for its first token, of the last three quarters."""
+    """Poisson; each one's wait for its first token."""
     rng = random.Random(seed)
     weights = list(accumulate(1 / (i + 1) for i in range(NUM_ADAPTERS)))
     calls = []
@@ -146,23 +146,31 @@ async def zipf_traffic(fleet: Fleet, count: int, rate: float, seed: int = 0) -> 
         (i,) = rng.choices(range(NUM_ADAPTERS), cum_weights=weights)
         calls.append(asyncio.create_task(fleet.ask(f"a{i:02}")))
         await asyncio.sleep(rng.expovariate(rate))
-    waits = await asyncio.gather(*calls)
-    return waits[count // 4 :]
+    return await asyncio.gather(*calls)
 
 
 def test_cold_loads_and_p99_beside_random_and_multiplexing(ray_cluster: None, model: Path) -> None:
-    """Issue 5: at least 30 % fewer cold loads per 1,000 requests than either, at an equal or better p99."""
-    count, rate = 600, 8.0
+    """Issue 5: at least 30 % fewer cold loads per 1,000 requests than either, at an equal or better p99.
+
+    The fleets take turns, so that what else the machine does hits all of them. The first turn warms them up.
+    """
+    num_turns, count, rate = 4, 150, 8.0
     cold, p99 = {}, {}
-    for name, router in {"ours": ROUTER, "random": AT_RANDOM, "multiplexing": MULTIPLEXING}.items():
-        with fleet(model, router, name) as app:
-            waits = asyncio.run(zipf_traffic(app, count, rate))
-            cold[name] = 1000 * app.num_loads() / count
-            cuts = quantiles(waits, n=100)
+    waits: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        routers = {"ours": ROUTER, "random": AT_RANDOM, "multiplexing": MULTIPLEXING}
+        fleets = {name: stack.enter_context(fleet(model, r, name)) for name, r in routers.items()}
+        for turn in range(num_turns):
+            for name, app in fleets.items():
+                took = asyncio.run(zipf_traffic(app, count, rate, seed=turn))
+                waits[name] = waits.get(name, []) + (took if turn else [])
+        for name, app in fleets.items():
+            cold[name] = 1000 * app.num_loads() / (num_turns * count)
+            cuts = quantiles(waits[name], n=100)
             p99[name] = cuts[98]
             reasons = sum((Counter(stats["routes"]) for stats in app.stats()), Counter[str]())
-        shown = f"first token p50 {1e3 * cuts[49]:.0f} ms, p99 {1e3 * cuts[98]:.0f} ms, {dict(reasons)}"
-        print(f"{name}: {cold[name]:.0f} cold loads per 1000, {shown}")  # noqa: T201
+            shown = f"first token p50 {1e3 * cuts[49]:.0f} ms, p99 {1e3 * cuts[98]:.0f} ms, {dict(reasons)}"
+            print(f"{name}: {cold[name]:.0f} cold loads per 1000, {shown}")  # noqa: T201
     for other in "random", "multiplexing":
         assert cold["ours"] <= 0.7 * cold[other]
         assert p99["ours"] <= p99[other]
