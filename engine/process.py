@@ -1,9 +1,9 @@
 """The engine's own process: `python -m engine.process FD`, started by `engine.client`.
 
-HTTP, tokenising and detokenising live in the client's process, adapters are read in a child (`remote_reader`):
-none of them holds the step loop's GIL. Three threads: a reader turns frames into calls for the loop, the loop
-steps, a writer sends what came out, so that a slow client never stalls a step. The process ends when its
-client does.
+HTTP, tokenising and detokenising live in the client's process, adapters are read in a child
+(`remote_reader`): none of them holds the step loop's GIL. Three threads: a reader turns frames into calls for
+the loop, the loop steps, a writer sends what came out, so that a slow client never stalls a step. The process
+ends when its client does.
 """
 
 from __future__ import annotations

@@ -90,6 +90,15 @@ def measure(rank: int, source: str, rounds: int) -> dict[str, Any]:
 
 
 def random_checkpoint(rank: int, dtype: torch.dtype) -> AdapterCheckpoint:
+    with tempfile.TemporaryDirectory() as path:
+        write_random_adapter(path, rank, dtype)
+        with start_checkpoint(read_adapter_files(open_reader(describe(path))), SHAPE, rank) as checkpoint:
+            checkpoint.weights.sha256()
+            return checkpoint
+
+
+def write_random_adapter(path: str, rank: int, dtype: torch.dtype) -> None:
+    """All-linear, for SHAPE."""
     tensors = {}
     for layer in range(SHAPE.num_layers):
         for projection in range(NUM_PROJECTIONS):
@@ -97,12 +106,8 @@ def random_checkpoint(rank: int, dtype: torch.dtype) -> AdapterCheckpoint:
             widths = SHAPE.widths(projection)
             tensors[f"{name}.lora_A.weight"] = torch.randn(rank, widths.in_features).to(dtype)
             tensors[f"{name}.lora_B.weight"] = torch.randn(widths.out_features, rank).to(dtype)
-    with tempfile.TemporaryDirectory() as path:
-        save_file(tensors, f"{path}/adapter_model.safetensors")
-        Path(path, "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank}))
-        with start_checkpoint(read_adapter_files(open_reader(describe(path))), SHAPE, rank) as checkpoint:
-            checkpoint.weights.sha256()
-            return checkpoint
+    save_file(tensors, f"{path}/adapter_model.safetensors")
+    Path(path, "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank}))
 
 
 def check(image: AdapterImage, checkpoint: AdapterCheckpoint) -> None:
