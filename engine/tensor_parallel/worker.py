@@ -1,6 +1,6 @@
 """A rank of a group but the first: `python -m engine.tensor_parallel.worker FD`, or HOST:PORT RANK (`seats`).
 
-One thread does what rank 0 does, call by call; adapters are read on threads of their own. The process ends at
+One thread does what rank 0 does, call by call; adapters are read in a process of their own. This one ends at
 the end of its stream, so with rank 0, however that ends.
 """
 
@@ -16,10 +16,13 @@ import threading
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from engine.adapters.image import AdapterImage, ImageFormat
-from engine.adapters.loading import load_image
+from engine.adapters.image_reader import ImageReader
+from engine.adapters.page_file import raise_fd_limit
+from engine.adapters.remote_reader import RemoteReader
 from engine.building import BuiltRank, build_rank
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, LorafleetError
@@ -37,8 +40,9 @@ FAILED_GRACE_S = 5.0
 
 
 class Worker:
-    def __init__(self, sock: socket.socket, built: BuiltRank, num_loads: int) -> None:
+    def __init__(self, sock: socket.socket, built: BuiltRank, num_loads: int, reader: ImageReader) -> None:
         self._sock = sock
+        self._reader = reader
         self._runner = built.runner
         self._form: ImageFormat = built.form
         self._decoder = PlanDecoder()
@@ -83,9 +87,12 @@ class Worker:
                 raise AssertionError(kind)
 
     def _load(self, number: int, uri: str, version: str | None) -> None:
+        def is_dropped() -> bool:
+            return number in self._dropped
+
         digest, error = None, None
         try:
-            image = load_image(uri, self._form, version=version)
+            image = self._reader.read(uri, self._form, lambda: None, is_dropped, version)
         except LorafleetError as e:
             error = e.to_dict()
         except Exception:
@@ -130,6 +137,7 @@ def _fail(sock: socket.socket, refusal: LorafleetError) -> None:
 def main() -> None:
     # Ctrl-C reaches the whole process group; rank 0 decides when this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_fd_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     if len(sys.argv) == 3:
         serve(connect(sys.argv[1], int(sys.argv[2])))
@@ -147,6 +155,8 @@ def serve(sock: socket.socket) -> None:
     settings, rank, rendezvous = json.loads(payload)
     config = EngineConfig(**settings)
     threading.Thread(target=_end_with, args=(sock,), name="rank-0-watch", daemon=True).start()
+    # first: it starts while the rank is built. Only rank 0 keeps what was read on disk
+    reader = RemoteReader(replace(config, disk_cache_dir=None))
     try:
         built = build_rank(config, Shard(rank, config.tensor_parallel_size), rendezvous)
     except (LorafleetError, ValueError, OSError) as error:
@@ -155,7 +165,7 @@ def serve(sock: socket.socket) -> None:
         return
     sock.sendall(messages.encode_json(Kind.READY, {"num_pages": built.geometry.num_pages}))
     try:
-        Worker(sock, built, config.max_parallel_loads).run()
+        Worker(sock, built, config.max_parallel_loads, reader).run()
     except EOFError:
         # threads may hang in a read; nothing of theirs needs to be finished
         os._exit(0)

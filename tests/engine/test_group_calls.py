@@ -76,7 +76,7 @@ class Pair:
         )
         self.runner = GroupRunner(self.first, cast("Group", group), with_freed_pages=True)
         built = SimpleNamespace(runner=self.second, form=None)
-        self.worker = Worker(theirs, cast("Any", built), num_loads=1)
+        self.worker = Worker(theirs, cast("Any", built), num_loads=1, reader=cast("Any", None))
         # one image stands for all that are read
         self.worker._images = cast("dict[int, AdapterImage]", {0: SimpleNamespace(digest="0")})
         self.thread = threading.Thread(target=self._run)
