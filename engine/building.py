@@ -15,7 +15,7 @@ from engine.adapters.image import ImageFormat
 from engine.adapters.image_reader import ImageReader, LocalReader
 from engine.adapters.loader import AdapterLoader
 from engine.adapters.manager import AdapterManager
-from engine.config import EngineConfig
+from engine.config import GIB, EngineConfig
 from engine.core import EngineCore, Geometry, build_memory
 from engine.errors import InvalidRequest
 from engine.loop import Inbox
@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 GROUPS_ON_GPUS = False
 """Not before `tests/engine/test_cuda_tensor_parallel.py` has shown a group to give the tokens of one GPU."""
+
+MAX_RESERVED_BYTES = 4 * GIB
+"""Of the host cache, locked for the GPU when the engine starts: later, launches may wait for that."""
 
 TYPICAL_CONTEXT = 1024  # tokens of a request, where adapters and KV are weighed up
 
@@ -112,6 +115,9 @@ def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "")
         ),
     )
     page_elems = shard_shape(spec.shape, shard).local.page_elems(pages.tokens)
+    arena = HostArena(page_elems, plan.dtype, is_pinned=config.device == "cuda")
+    if config.device == "cuda":
+        arena.reserve(min(config.host_cache_bytes, MAX_RESERVED_BYTES))
     form = ImageFormat(
         spec.shape,
         page_elems,
@@ -119,7 +125,7 @@ def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "")
         config.max_rank,
         max_pool_pages=num_pages - 1,  # one at least is left for KV
         max_host_bytes=config.host_cache_bytes,
-        arena=HostArena(page_elems, plan.dtype, is_pinned=config.device == "cuda"),
+        arena=arena,
         shard=shard,
         is_fully_sharded=_is_split(config),
     )

@@ -86,6 +86,18 @@ class HostArena:
     def num_bytes(self) -> int:
         return self._num_slabs * self.file.slab_bytes
 
+    def reserve(self, num_bytes: int) -> threading.Thread:
+        """Have slabs ready before a load waits for them, in the thread that is returned."""
+
+        def fill() -> None:
+            while self.num_bytes < num_bytes:
+                with self._lock:
+                    self._free.extend(self._new_slab())
+
+        thread = threading.Thread(target=fill, name="adapter-memory", daemon=True)
+        thread.start()
+        return thread
+
     def take(self, num_pages: int) -> HostPages:
         """Their content is arbitrary. They come back when the result is dropped."""
         with self._lock:

@@ -73,6 +73,14 @@ def test_pages_of_two_slabs_do_not_follow_each_other() -> None:
         assert torch.equal(pages.span(i - 1, 2), torch.cat([pages[i - 1], pages[i]]))
 
 
+def test_memory_is_ready_before_it_is_needed() -> None:
+    memory = arena()
+    memory.reserve(3 * SLAB - 1).join()
+    assert memory.num_bytes == 3 * SLAB
+    assert len(addresses(memory.take(96))) == 96
+    assert memory.num_bytes == 3 * SLAB
+
+
 def test_a_page_larger_than_a_slab() -> None:
     memory = HostArena(SLAB, torch.float32)
     assert len(memory.take(2)) == 2
