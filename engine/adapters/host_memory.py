@@ -73,7 +73,7 @@ class HostArena:
         self.page_elems = page_elems
         self.dtype = dtype
         self.file = PageFile(page_elems, dtype)
-        self._is_pinned = is_pinned
+        self._device = torch.cuda.current_device() if is_pinned else None
         self._lock = threading.Lock()  # between those who take
         # pages come back without the lock, from finalisers, which run wherever they happen to
         self._free: deque[int] = deque()
@@ -116,9 +116,12 @@ class HostArena:
     def _new_slab(self) -> range:
         index = self._num_slabs
         self.file.grow(index + 1)
-        if self._is_pinned:
+        if self._device is not None:
             slab = self.file.slab(index)
-            _pin(slab)
+            with torch.cuda.device(
+                self._device
+            ):  # a thread begins on the first GPU, this rank may have another
+                _pin(slab)
             self._pinned.append(slab)
         self._num_slabs += 1
         return range(index * self.file.pages_per_slab, (index + 1) * self.file.pages_per_slab)
