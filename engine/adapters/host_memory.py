@@ -118,9 +118,8 @@ class HostArena:
         self.file.grow(index + 1)
         if self._device is not None:
             slab = self.file.slab(index)
-            with torch.cuda.device(
-                self._device
-            ):  # a thread begins on the first GPU, this rank may have another
+            # a thread begins on the first GPU, this rank may have another
+            with torch.cuda.device(self._device):
                 _pin(slab)
             self._pinned.append(slab)
         self._num_slabs += 1
