@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +16,7 @@ import pytest
 from engine import Engine, EngineConfig, SamplingParams
 from engine.adapters.source import describe
 from engine.client import EngineClient
-from engine.errors import AdapterRefused, EngineDead, InvalidRequest, ModelNotFound
+from engine.errors import AdapterRefused, EngineDead, InvalidRequest, ModelNotFound, Unavailable
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 from tests.tiny import make_adapter, make_llama
 
@@ -215,6 +216,41 @@ async def test_the_process_ends_with_its_client(base: Path) -> None:
     await client.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_streams_outlive_the_process_that_reads_adapters(base: Path, adapter: AdapterRef) -> None:
+    async with running(base) as client:
+        stream = client.generate(request("1", max_tokens=300))
+        deltas = await anext(stream)
+        (reader,) = load_processes(client.pid)
+        os.kill(reader, signal.SIGKILL)
+
+        async def is_loaded() -> bool:
+            """Not in the moment before the death is noticed."""
+            with contextlib.suppress(Unavailable):
+                await client.load_adapter(adapter)
+                return True
+            return False
+
+        await until(is_loaded)
+        (successor,) = load_processes(client.pid)
+        assert successor != reader
+        deltas += [delta async for some in stream for delta in some]
+        assert deltas[-1].finish_reason == "length"
+    with pytest.raises(ProcessLookupError):
+        os.kill(successor, 0)
+
+
+def load_processes(parent: int) -> list[int]:
+    """Children of it that read adapters."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            _, _, stat = (path / "stat").read_text().rpartition(")")
+            is_child = int(stat.split()[1]) == parent
+            if is_child and b"engine.adapters.load_process" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
 
 
 async def test_model_that_cannot_be_served_is_told_at_start(tmp_path: Path) -> None:
