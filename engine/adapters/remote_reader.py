@@ -196,12 +196,12 @@ class LoadChild:
     def _end(self) -> None:
         self._process.kill()
         self._process.wait()  # from here on it writes no page
+        self._on_death()
         with self._lock:
             self.is_dead = True
             loads = list(self._loads.values())
             self._loads.clear()
             self._sock.close()
-        self._on_death()
         for load in loads:
             load.events.put(_died())
 
