@@ -5,7 +5,7 @@
 Needs an S3 and credentials in the usual AWS variables; makes the bucket `lorafleet-storm` and removes it.
 Model: Llama-3-8B shape, bf16, random weights; 40 all-linear adapters of rank 16, 80 MiB each. 64 streams of
 8 adapters decode, then 32 requests for the other 32 come at once, of 1 or 64 prompt tokens and 16 output
-tokens. Shown is the time between two tokens of the streams:
+tokens. They are read as in serving, by another process. Shown is the time between two tokens of the streams:
 
   before    nothing else runs
   loading   adapters arrive from S3; no request of the storm has started yet
@@ -32,6 +32,7 @@ from safetensors.torch import save
 from engine.adapters.host_memory import HostArena
 from engine.adapters.image import ImageFormat
 from engine.adapters.loader import AdapterLoader
+from engine.adapters.remote_reader import RemoteReader
 from engine.config import EngineConfig
 from engine.loop import Inbox
 from engine.runner.cuda import CudaRunner
@@ -99,8 +100,14 @@ def make_loader(inbox: Inbox, engine: list[RandomEngine]) -> AdapterLoader:
     page_elems = SHAPE.page_elems(PAGE_TOKENS)
     arena = HostArena(page_elems, torch.bfloat16, is_pinned=True)
     form = ImageFormat(SHAPE, page_elems, torch.bfloat16, CONFIG.max_rank, arena=arena)
+    arena.reserve(4 << 30).join()
     # the core is there before the first load can end
-    return AdapterLoader(form, CONFIG, lambda result: inbox.put(lambda: engine[0].core.on_loaded(result)))
+    return AdapterLoader(
+        form,
+        CONFIG,
+        lambda result: inbox.put(lambda: engine[0].core.on_loaded(result)),
+        reader=RemoteReader(CONFIG),
+    )
 
 
 class Storm:
