@@ -129,6 +129,9 @@ def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "")
         shard=shard,
         is_fully_sharded=_is_split(config),
     )
+    if config.device == "cuda" and config.num_threads is None:
+        # a step's CPU ops are tiny, and threads that are called together wait for each other
+        torch.set_num_threads(1)
     logger.info("engine ready in %s", plan.watch)
     return BuiltRank(runner, geometry, form)
 

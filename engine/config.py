@@ -47,7 +47,7 @@ class EngineConfig:
     typical_rank: int = 16  # that most adapters have, for "auto": see engine/tensor_parallel/costs.py
     step_timeout_s: float = 60.0  # an engine whose step takes longer is over
     heartbeat_timeout_s: float = 10.0  # so is an engine process that gives no sign of life
-    num_threads: int | None = None  # cpu backend; None: torch's default
+    num_threads: int | None = None  # of PyTorch; None: its default on cpu, one on cuda
     debug: bool = False  # check invariants every step and fill freed pages with NaN
 
     def __post_init__(self) -> None:

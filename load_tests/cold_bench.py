@@ -128,6 +128,7 @@ class Bench:
     def __init__(self) -> None:
         self._runner = CudaRunner(SPEC, random_weights(), CONFIG, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
         self._runner.warm_up()
+        torch.set_num_threads(1)  # as in serving
 
     def client(self, ranks: dict[str, int], num_slots: int = CONFIG.max_adapters) -> Client:
         """An engine with an empty pool over the same graphs; `ranks`: adapters in host memory."""

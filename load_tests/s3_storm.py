@@ -174,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     runner = CudaRunner(SPEC, random_weights(), CONFIG, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
     runner.warm_up()
+    torch.set_num_threads(1)  # as in serving
     names = [f"a{i}" for i in range(NUM_ADAPTERS)]
     rows: list[Row] = []
     with uploaded(names):

@@ -107,9 +107,11 @@ def _runs(pages: HostPages, page_ids: tuple[int, ...], start: int, stop: int) ->
 
 def _last_pages(image: AdapterImage) -> list[int]:
     """Of each layer: the last page that it or a layer before has a tile in."""
-    last_tiles = image.tile_offsets.flatten(1).max(dim=1).values.cummax(dim=0).values
+    # numpy: PyTorch calls all its threads together for that, which takes them milliseconds on a busy machine
+    offsets = image.tile_offsets.numpy()
+    last_tiles = np.maximum.accumulate(offsets.reshape(len(offsets), -1).max(axis=1))
     # a layer without tiles needs what the one before needs, the first one nothing
-    pages: list[int] = (last_tiles.clamp(min=0) // len(image.pages[0])).tolist()
+    pages: list[int] = (last_tiles.clip(min=0) // len(image.pages[0])).tolist()
     return pages
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import torch
 
 from engine.adapters.host_memory import HostArena
-from engine.runner.adapter_copies import _runs
+from engine.runner.adapter_copies import _last_pages, _runs
+from tests.engine.adapters.adapter_dirs import PAGE_ELEMS, load, lora_tensors, write_adapter
 
 
 def test_runs_cover_every_page_once_and_follow_in_both_memories() -> None:
@@ -30,3 +32,17 @@ def test_runs_cover_every_page_once_and_follow_in_both_memories() -> None:
 def test_a_fresh_image_into_a_fresh_pool_is_one_copy() -> None:
     pages = HostArena(1 << 20, torch.float16).take(20)
     assert list(_runs(pages, tuple(range(7, 27)), 0, 20)) == [(0, 20)]
+
+
+def test_a_layer_waits_for_the_last_page_that_it_or_one_before_has_a_tile_in(tmp_path: Path) -> None:
+    tensors = lora_tensors(rank=8)
+    image = load(write_adapter(tmp_path / "a", tensors), page_elems=PAGE_ELEMS)
+    pages = _last_pages(image)
+    ends = [int(layer.max()) // PAGE_ELEMS for layer in image.tile_offsets]
+    assert pages == [max(ends[: i + 1]) for i in range(len(ends))]
+    assert pages[-1] == image.num_pages - 1
+
+
+def test_layers_without_tiles_wait_for_those_before(tmp_path: Path) -> None:
+    image = load(write_adapter(tmp_path / "a", lora_tensors(projections=["q_proj"], layers=[1])))
+    assert _last_pages(image)[0] == 0
