@@ -190,6 +190,22 @@ def test_an_image_is_byte_for_byte_that_of_this_process(fleet: Fleet, adapter: P
     assert_same(fleet.read(template), template)
 
 
+@pytest.mark.gpu
+def test_pages_for_a_device_are_locked_and_copied_as_they_are(
+    make_fleet: Callable[..., Fleet], adapter: Path
+) -> None:
+    fleet = make_fleet()
+    arena = HostArena(FORMAT.page_elems, FORMAT.dtype, is_pinned=True)
+    arena.reserve(1).join()
+    fleet.form = replace(FORMAT, arena=arena)
+    image = fleet.read(adapter)
+    assert all(page.is_pinned() for page in image.pages)
+    copies = [page.to("cuda", non_blocking=True) for page in image.pages]
+    torch.cuda.synchronize()
+    assert torch.equal(torch.cat(copies).cpu(), all_elements(image))
+    assert_same(image, adapter)
+
+
 def test_images_at_once_share_no_page(fleet: Fleet, adapter: Path, tmp_path: Path) -> None:
     small = [
         write_adapter(tmp_path / str(rank), lora_tensors(rank=rank), {"peft_type": "LORA", "r": rank})
