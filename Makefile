@@ -2,8 +2,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# bytecode of what is imported is made then; of all that is installed it takes half a minute
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
