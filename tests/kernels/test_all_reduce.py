@@ -14,7 +14,6 @@ from kernels.all_reduce.triton import (
     NUM_SETS,
     PeerBuffers,
     all_reduce_add_rms_norm,
-    local_buffers,
     split_symmetric,
     symmetric_bytes,
 )
@@ -61,6 +60,15 @@ def make_calls(world: int, width: int, dtype: torch.dtype) -> list[Call]:
     return calls
 
 
+def shared_sets(world: int, max_rows: int, width: int) -> list[tuple[PeerBuffers, PeerBuffers]]:
+    """Of each rank, in float32, in memory that forked processes share."""
+    nbytes = symmetric_bytes(world, max_rows, width, torch.float32)
+    memory = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(world)]
+    for tensor in memory:
+        tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return [split_symmetric(memory, rank, max_rows, width, torch.float32) for rank in range(world)]
+
+
 def check(call: Call, residual: torch.Tensor, out: torch.Tensor) -> None:
     want_residual, want_out = call.want()
     assert torch.equal(residual, want_residual)
@@ -70,18 +78,15 @@ def check(call: Call, residual: torch.Tensor, out: torch.Tensor) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="in the interpreter")
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_in_processes_equal_the_reference(world: int) -> None:
-    sets = local_buffers(world, MAX_ROWS, 200, torch.float32)
-    for ranks in sets:
-        for tensor in ranks[0].rows + ranks[0].flags:
-            tensor.share_memory_()  # type: ignore[no-untyped-call]
+    sets = shared_sets(world, MAX_ROWS, 200)
     start_processes(_run_rank, (sets,), nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
-    assert all(int(flags.abs().sum()) == 0 for ranks in sets for flags in ranks[0].flags)
+    assert all(int(flags.abs().sum()) == 0 for peers in sets[0] for flags in peers.flags)
 
 
-def _run_rank(rank: int, sets: list[list[PeerBuffers]]) -> None:
+def _run_rank(rank: int, sets: list[tuple[PeerBuffers, PeerBuffers]]) -> None:
     torch.set_num_threads(1)
-    for i, call in enumerate(make_calls(len(sets[0]), 200, torch.float32)):
-        check(call, *call.run(rank, sets[i % NUM_SETS][rank]))
+    for i, call in enumerate(make_calls(len(sets), 200, torch.float32)):
+        check(call, *call.run(rank, sets[rank][i % NUM_SETS]))
 
 
 @pytest.mark.gpu
@@ -120,6 +125,6 @@ def test_ranks_in_streams_equal_the_reference(world: int, width: int, dtype: tor
 
 
 def test_more_rows_than_there_is_room_for_are_a_bug_of_the_caller(tmp_path: Path) -> None:
-    peers = local_buffers(2, 2, 8, torch.float32)[0][0]
+    peers, _ = shared_sets(2, 2, 8)[0]
     with pytest.raises(AssertionError):
         all_reduce_add_rms_norm(torch.zeros(3, 8), torch.zeros(3, 8), torch.ones(8), EPS, peers)

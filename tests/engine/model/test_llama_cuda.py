@@ -21,12 +21,12 @@ from engine.runner.step_inputs import StepInputs
 from engine.shape import NUM_PROJECTIONS
 from engine.sharding import WHOLE, Shard
 from engine.tensor_parallel.comm import ALONE, Comm, PeerSets, Ranks, join, leave
-from kernels.all_reduce.triton import PeerBuffers, local_buffers
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, AdapterViews, absolute_offsets
 from kernels.sgmv.lists import lists_size, write_lists
 from kernels.sgmv.plan import decode_plan, prefill_plan
 from kernels.sgmv.workspace import SgmvWorkspace
+from tests.kernels.test_all_reduce import shared_sets
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_cuda.py does it there")
@@ -140,19 +140,16 @@ def test_two_ranks_equal_the_cpus(tmp_path: Path, with_peers: bool) -> None:
     make_files(tmp_path)
     sets = None
     if with_peers:
-        sets = local_buffers(2, 32, load_model_spec(str(tmp_path / "base")).shape.hidden_size, torch.float32)
-        for ranks in sets:
-            for tensor in ranks[0].rows + ranks[0].flags:
-                tensor.share_memory_()  # type: ignore[no-untyped-call]
+        sets = shared_sets(2, 32, load_model_spec(str(tmp_path / "base")).shape.hidden_size)
     # forked: importing everything anew would take most of the time
     start_processes(_check_rank, (tmp_path, sets), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
 
 
-def _check_rank(rank: int, path: Path, sets: list[list[PeerBuffers]] | None) -> None:
+def _check_rank(rank: int, path: Path, sets: list[PeerSets] | None) -> None:
     setattr(engine.model.loading, "pack_weight", lambda weight: weight)  # noqa: B010
     torch.set_num_threads(1)
     join(rank, 2, str(path / "rendezvous"), "cpu")
-    peers = None if sets is None else (sets[0][rank], sets[1][rank])
+    peers = None if sets is None else sets[rank]
     both = Both(path, Shard(rank, 2), Ranks([128, 128]), peers)
     chunks = mixed_chunks("beside")[2:]
     torch.testing.assert_close(both.on_gpu(chunks, "beside"), both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
