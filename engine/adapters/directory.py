@@ -32,16 +32,18 @@ class DirectorySource:
 
     def list_adapters(self) -> list[AdapterListing]:
         try:
-            names = sorted(os.listdir(self._root))
+            with os.scandir(self._root) as entries:
+                found = sorted((e.name, e.is_symlink()) for e in entries if is_folder_name(e.name))
         except OSError as error:
             raise Unavailable(
                 f"the adapter source cannot be listed ({type(error).__name__})", retry_after_s=1.0
             ) from error
         listings = []
-        for name in filter(is_folder_name, names):
+        for name, is_link in found:
             # one unreadable directory must not hide the others
             with contextlib.suppress(ModelNotFound, AccessDenied):
-                listings.append(self.find(name))
+                # links alone are resolved: that takes most of the time, and there may be thousands of names
+                listings.append(self.find(name) if is_link else _list_files(self._root / name, name))
         return listings
 
     def find(self, name: str) -> AdapterListing:
@@ -62,23 +64,14 @@ class DirectoryFolder:
         self._name = name or Path(os.path.abspath(path)).name
 
     def list_files(self) -> AdapterListing:
-        try:
-            names = FILE_NAMES.intersection(os.listdir(self._path))
-            files = [file for name in names if (file := self._stat(name)) is not None]
-        except PermissionError as error:
-            raise self._denied() from error
-        except OSError:  # absent, no directory, a link in circles
-            files = []
-        if all(file.name != CONFIG_FILE for file in files):
-            raise ModelNotFound(f"no adapter {self._name!r}: there is no {CONFIG_FILE}")
-        return make_listing(self._name, str(self._path), files)
+        return _list_files(self._path, self._name)
 
     def read(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> None:
         try:
             # not blocking: the file may have been replaced by a pipe that nobody writes to
-            fd = os.open(self._resolve(file.name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(_resolve(self._path, file.name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except PermissionError as error:
-            raise self._denied() from error
+            raise _denied(self._name) from error
         except OSError as error:
             raise SourceChanged from error
         try:
@@ -104,28 +97,48 @@ class DirectoryFolder:
         if _as_file(file.name, os.fstat(fd)) != file:
             raise SourceChanged
 
-    def _stat(self, name: str) -> AdapterFile | None:
-        """None for what is no regular file or lies elsewhere."""
-        try:
-            return _as_file(name, os.stat(self._resolve(name)))
-        except PermissionError:
-            raise
-        except OSError:
-            return None
 
-    def _resolve(self, name: str) -> Path:
-        """Raises FileNotFoundError if a link leads out of the adapter's directory."""
-        path = Path(os.path.realpath(self._path / name))
-        allowed = [self._path]
-        if self._path.parent.name == "snapshots":
-            # Hugging Face's cache: snapshots/<revision>/<file> links to blobs/<hash>
-            allowed.append(self._path.parent.parent / "blobs")
-        if not any(path.is_relative_to(root) for root in allowed):
-            raise FileNotFoundError(name)
-        return path
+def _list_files(folder: Path, name: str) -> AdapterListing:
+    """`folder`: with no link in its path."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [_stat(folder, entry) for entry in entries if entry.name in FILE_NAMES]
+    except PermissionError as error:
+        raise _denied(name) from error
+    except OSError:  # absent, or no directory
+        found = []
+    files = [file for file in found if file is not None]
+    if all(file.name != CONFIG_FILE for file in files):
+        raise ModelNotFound(f"no adapter {name!r}: there is no {CONFIG_FILE}")
+    return make_listing(name, str(folder), files)
 
-    def _denied(self) -> AccessDenied:
-        return AccessDenied(f"adapter {self._name!r}: its source denies access")
+
+def _stat(folder: Path, entry: os.DirEntry[str]) -> AdapterFile | None:
+    """None for what is no regular file or lies elsewhere."""
+    try:
+        path = _resolve(folder, entry.name) if entry.is_symlink() else entry.path
+        status = os.stat(path, follow_symlinks=False)
+    except PermissionError:
+        raise
+    except OSError:
+        return None
+    return _as_file(entry.name, status)
+
+
+def _resolve(folder: Path, name: str) -> Path:
+    """Raises FileNotFoundError if a link leads out of the adapter's directory."""
+    path = Path(os.path.realpath(folder / name))
+    allowed = [folder]
+    if folder.parent.name == "snapshots":
+        # Hugging Face's cache: snapshots/<revision>/<file> links to blobs/<hash>
+        allowed.append(folder.parent.parent / "blobs")
+    if not any(path.is_relative_to(root) for root in allowed):
+        raise FileNotFoundError(name)
+    return path
+
+
+def _denied(name: str) -> AccessDenied:
+    return AccessDenied(f"adapter {name!r}: its source denies access")
 
 
 def _as_file(name: str, status: os.stat_result) -> AdapterFile | None:

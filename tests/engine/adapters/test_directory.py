@@ -82,6 +82,34 @@ def test_what_is_no_adapter_is_not_found(name: str, root: Path) -> None:
     assert name in caught.value.message
 
 
+def test_a_file_that_is_written_over_in_place_is_listed_anew(root: Path) -> None:
+    """The time of its directory stays as it was."""
+    source = DirectorySource(str(root))
+    before = source.list_adapters()
+    directory = (root / "a").stat()
+    with (root / "a" / "adapter_config.json").open("r+") as file:
+        file.write("{ ")
+    assert (root / "a").stat().st_mtime_ns == directory.st_mtime_ns
+    changed = [new.name for new, old in zip(source.list_adapters(), before, strict=True) if new != old]
+    assert changed == ["a"]
+
+
+def test_a_listing_resolves_links_only(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of adapters are listed every few seconds, and to resolve a path takes many calls."""
+    (root / "alias").symlink_to(root / "a")
+    source = DirectorySource(str(root))
+    resolved: list[str] = []
+    realpath = os.path.realpath
+
+    def note(path: Any) -> str:
+        resolved.append(Path(path).name)
+        return str(realpath(path))
+
+    monkeypatch.setattr("os.path.realpath", note)
+    assert len(source.list_adapters()) == 4
+    assert set(resolved) == {"alias", "a"}
+
+
 def test_a_link_out_of_the_root_is_neither_listed_nor_found(root: Path) -> None:
     """FR-30."""
     (root / "evil").symlink_to(root.parent / "outside")
@@ -186,7 +214,7 @@ def refuse(error: type[OSError]) -> Callable[..., None]:
     return call
 
 
-@pytest.mark.parametrize("call", ["os.listdir", "os.stat"])
+@pytest.mark.parametrize("call", ["os.scandir", "os.stat"])
 def test_a_directory_that_denies_access_says_so(
     call: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
