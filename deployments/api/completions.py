@@ -48,7 +48,7 @@ class Completions:
             "created": int(time.time()),
             "model": model.name,
         }
-        echoes = self._echoes(requests) if body.echo else [""] * deltas.num_choices
+        echoes = await self._echoes(requests) if body.echo else [""] * deltas.num_choices
         choices = ChoiceFormat(self._prompts.tokenizer)
         if body.stream:
             writer = CompletionChunks(head, deltas, choices, echoes, body.include_usage)
@@ -84,13 +84,10 @@ class Completions:
             for index, prompt in enumerate(prompts)
         ]
 
-    def _echoes(self, requests: Sequence[GenerateRequest]) -> list[str]:
+    async def _echoes(self, requests: Sequence[GenerateRequest]) -> list[str]:
         """The prompt's text, once per choice."""
-        return [
-            text
-            for request in requests
-            for text in [self._prompts.text(request.prompt_token_ids)] * request.params.n
-        ]
+        texts = await self._prompts.texts([request.prompt_token_ids for request in requests], "prompt")
+        return [text for text, request in zip(texts, requests, strict=True) for _ in range(request.params.n)]
 
 
 class ChoiceFormat:

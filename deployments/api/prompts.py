@@ -6,9 +6,9 @@ Knows nothing of HTTP. Every fault is an InvalidRequest that names the client's 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from deployments.api.chat_template import ChatTemplates
 from deployments.api.protocol import ChatMessage
@@ -16,8 +16,10 @@ from engine.errors import InvalidRequest, RequestTooLarge
 from engine.sampling_params import SamplingParams
 
 MAX_PROMPTS = 256  # in one completion request
-THREAD_CHARS = 16_384  # encoding a longer text would hold up other streams
+THREAD_CHARS = 16_384  # characters or tokens of one request; to convert more would hold up other streams
 TOKEN_ID_LIMIT = 1 << 31
+
+T = TypeVar("T")
 
 
 class PromptTokenizer(Protocol):
@@ -51,7 +53,8 @@ class PromptEncoder:
             raise InvalidRequest("prompt must not be empty", param="prompt")
         if len(prompts) > MAX_PROMPTS:
             raise InvalidRequest(f"at most {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
-        encoded = [await self._completion_prompt(one) for one in prompts]
+        size = sum(map(len, prompts))
+        encoded = await _convert(size, lambda: [self._completion_prompt(one) for one in prompts])
         if not all(encoded):
             raise InvalidRequest("prompt must hold at least one token", param="prompt")
         return encoded
@@ -74,12 +77,17 @@ class PromptEncoder:
         self._templates.close()
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) <= THREAD_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+        return await _convert(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+    async def texts(self, prompts: Sequence[Sequence[int]], param: str) -> list[str]:
+        """Of token ids, special ones too. Raises InvalidRequest, naming `param`, for an unknown one."""
+
+        def convert() -> list[str]:
+            for prompt in prompts:
+                self.check_known(prompt, param)
+            return [self.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
+
+        return await _convert(sum(map(len, prompts)), convert)
 
     def check_known(self, token_ids: Iterable[int], param: str) -> None:
         for token_id in token_ids:
@@ -121,11 +129,16 @@ class PromptEncoder:
             param=param,
         )
 
-    async def _completion_prompt(self, prompt: str | list[int]) -> tuple[int, ...]:
+    def _completion_prompt(self, prompt: str | list[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(await self.encode(prompt, add_special_tokens=True))
+            return tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
         self.check_known(prompt, "prompt")
         return tuple(prompt)
+
+
+async def _convert(size: int, conversion: Callable[[], T]) -> T:
+    """`size`: characters or tokens of all that is converted."""
+    return conversion() if size <= THREAD_CHARS else await asyncio.to_thread(conversion)
 
 
 def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:

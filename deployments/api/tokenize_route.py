@@ -33,8 +33,8 @@ class Tokenization:
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         await self._resolver.resolve(self._name(body.model))
-        self._prompts.check_known(body.tokens, "tokens")
-        return {"prompt": self._prompts.text(body.tokens)}
+        (text,) = await self._prompts.texts([body.tokens], "tokens")
+        return {"prompt": text}
 
     def _name(self, model: str | None) -> str:
         return self._settings.model_names[0] if model is None else model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import httpx2
@@ -190,3 +192,37 @@ async def test_long_prompt_is_encoded_whole(fleet: FakeFleet) -> None:
     async with fleet.client(max_model_len=50_000) as client:
         answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x" * 20_000})
     assert answer.json()["usage"]["prompt_tokens"] == 20_000
+
+
+class ThreadTokenizer(FakeTokenizer):
+    """Notes in which threads it works."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.threads.add(threading.get_ident())
+        return super().encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self.threads.add(threading.get_ident())
+        return super().decode(token_ids, skip_special_tokens)
+
+    def knows(self, token_id: int) -> bool:
+        self.threads.add(threading.get_ident())
+        return super().knows(token_id)
+
+
+@pytest.mark.parametrize("prompt", ["a" * 90, [97] * 90])
+async def test_many_prompts_that_are_long_together_hold_up_no_stream(
+    fleet: FakeFleet, prompt: str | list[int]
+) -> None:
+    """256 of 16,000 characters took six seconds, in which no stream of the process moved."""
+    fleet.tokenizer = tokenizer = ThreadTokenizer()
+    answer = await post(fleet, prompt=[prompt] * 200, max_tokens=1, echo=True)
+    assert answer.status_code == 200
+    assert tokenizer.threads
+    assert threading.get_ident() not in tokenizer.threads
+    await post(fleet, prompt=[prompt] * 2, max_tokens=1)
+    assert threading.get_ident() in tokenizer.threads
