@@ -68,6 +68,8 @@ class TemplateProcess:
 
     def _ask(self, request: str) -> dict[str, Any] | None:
         """None if the child died of it."""
+        if self._child is not None and self._child.poll() is not None:
+            self._end_child()  # it died while it had nothing to do: no template's fault
         child = self._child = self._child or _start_child()
         assert child.stdin is not None
         assert child.stdout is not None

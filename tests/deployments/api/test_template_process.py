@@ -76,3 +76,12 @@ async def test_child_does_not_inherit_our_secrets(
 
 async def test_closed_before_use_starts_no_child() -> None:
     TemplateProcess().close()
+
+
+async def test_a_child_that_died_while_idle_is_no_templates_fault(process: TemplateProcess) -> None:
+    await render(process, "ok")
+    child = process._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    assert await render(process, "also ok") == "also ok"
