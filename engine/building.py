@@ -31,6 +31,7 @@ from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
 from engine.tensor_parallel.costs import LOCAL_CPUS, Batch, Sharding, choose_sharding
 from engine.tensor_parallel.group import Group, GroupReader, GroupRunner
+from kernels.sgmv import Split
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +174,13 @@ def _is_split(config: EngineConfig) -> bool:
     return config.tensor_parallel_size > 1 and config.lora_sharding == "full"
 
 
+def _split(plan: _RankPlan) -> Split | None:
+    if not _is_split(plan.config):
+        return None
+    sharded = shard_shape(plan.spec.shape, plan.shard)
+    return Split(plan.shard.rank, plan.shard.world, sharded.by_output, plan.comm)
+
+
 def _core(
     config: EngineConfig, inbox: Inbox, built: BuiltRank, group: Group | None, reader: ImageReader | None
 ) -> EngineCore:
@@ -215,7 +223,7 @@ def _on_cpu(plan: _RankPlan) -> tuple[Runner, int]:
         pages.max_model_len,
         poison=plan.config.debug,
         comm=plan.comm,
-        split=shard_shape(plan.spec.shape, plan.shard) if _is_split(plan.config) else None,
+        split=_split(plan),
     )
     return runner, pages.num_pages
 
@@ -232,7 +240,9 @@ def _on_gpu(plan: _RankPlan) -> tuple[Runner, int]:
     with watch.part("read weights"), out_of_memory_names("model"):
         weights = load_weights(plan.spec, plan.dtype, config.device, plan.shard, plan.comm)
     spec = local_spec(plan.spec, plan.shard)
-    runner, num_pages = build_cuda_runner(config, spec, weights, plan.pages, memory, watch, plan.comm)
+    runner, num_pages = build_cuda_runner(
+        config, spec, weights, plan.pages, memory, watch, plan.comm, _split(plan)
+    )
     _log_memory(plan, weights, num_pages, memory.taken)
     return runner, num_pages
 

@@ -7,8 +7,8 @@ differ by one head, or by one block of the intermediate size.
 
 An adapter follows its base: B of a projection that is split by output, and A of one that is split by input,
 are split with it. The other side of each is whole on every rank ("replicate"), so that the delta is part of
-the same sums and needs none of its own; or it is cut into rows of the rank ("full"), and each rank holds 1/N
-of the adapter, for four collectives a layer more (kernels.sgmv.split).
+the same sums and needs none of its own; or its rows are dealt to the ranks in turn ("full"), and each holds
+1/N of the adapter, for four collectives a layer more (kernels.sgmv.split).
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class ShardedShape:
     parts: tuple[Part, ...]  # of each projection
     vocab: range  # rows of the head
 
+    @property
+    def by_output(self) -> tuple[bool, ...]:
+        return tuple(part.by_output for part in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterShard:
@@ -61,15 +65,11 @@ class AdapterShard:
     is_full: bool  # else one side of each projection is whole
 
     def rows(self, projection: int, side: int, rank: int) -> range:
-        """Of the `rank` rows of A (side 0) or columns of B (side 1).
-
-        Cut parts are equally long, but the last ones may be shorter, or empty.
-        """
+        """Of the `rank` rows of A (side 0) or columns of B (side 1); none may be left for the last ranks."""
         shard = self.sharded.shard
         if not self.is_full or self._is_split(projection, side):
             return range(rank)
-        each = -(-rank // shard.world)
-        return range(min(rank, shard.rank * each), min(rank, (shard.rank + 1) * each))
+        return range(shard.rank, rank, shard.world)
 
     def features(self, projection: int, side: int) -> range:
         """Of A's `in` or B's `out`."""

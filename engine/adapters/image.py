@@ -142,7 +142,7 @@ def _part(tensor: torch.Tensor, part: AdapterShard, module: BoundModule, side: i
     rows = part.rows(module.projection, side, module.rank)
     features = part.features(module.projection, side)
     first, second = (rows, features) if side == 0 else (features, rows)
-    return tensor[first.start : first.stop, second.start : second.stop]
+    return tensor[first.start : first.stop : first.step, second.start : second.stop : second.step]
 
 
 def _blocks(source: Bits, side: int) -> Iterator[Bits]:

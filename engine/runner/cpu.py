@@ -18,9 +18,8 @@ from engine.sampler import Sampler
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import SamplingState
 from engine.shape import NUM_PROJECTIONS
-from engine.sharding import ShardedShape
 from engine.tensor_parallel.comm import ALONE, Comm
-from kernels.sgmv import AdapterViews, SplitViews, absolute_offsets
+from kernels.sgmv import AdapterViews, Split, SplitViews, absolute_offsets
 
 
 class CpuRunner:
@@ -36,7 +35,7 @@ class CpuRunner:
         max_model_len: int,
         poison: bool = False,
         comm: Comm = ALONE,
-        split: ShardedShape | None = None,
+        split: Split | None = None,
     ) -> None:
         """`poison`: fill freed pages with NaN, so that a read of what is not there any more shows.
 
@@ -46,7 +45,7 @@ class CpuRunner:
         self._page_tokens = page_tokens
         self._model = LlamaModel(spec, weights, max_model_len, comm)
         self._pool = torch.zeros(num_pages, shape.page_elems(page_tokens), dtype=weights.embed.dtype)
-        self._adapters = _views(self._pool, spec, comm, split)
+        self._adapters = _views(self._pool, spec, split)
         self._sampler = Sampler(spec.eos_token_ids)
         self._states: dict[str, SamplingState] = {}
         self._sampled: list[SampledToken] = []
@@ -99,9 +98,6 @@ class CpuRunner:
         ]
 
 
-def _views(pool: torch.Tensor, spec: ModelSpec, comm: Comm, split: ShardedShape | None) -> Adapters:
+def _views(pool: torch.Tensor, spec: ModelSpec, split: Split | None) -> Adapters:
     widths = [spec.shape.widths(p) for p in range(NUM_PROJECTIONS)]
-    if split is None:
-        return AdapterViews(pool, widths)
-    by_output = [part.by_output for part in split.parts]
-    return SplitViews(pool, widths, by_output, split.shard.rank, split.shard.world, comm)
+    return AdapterViews(pool, widths) if split is None else SplitViews(pool, widths, split)

@@ -34,7 +34,7 @@ from engine.shape import NUM_PROJECTIONS
 from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
-from kernels.sgmv import AdapterTable
+from kernels.sgmv import AdapterTable, Split
 from kernels.sgmv.lists import ListCounts, lists_size, write_lists
 from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
 from kernels.sgmv.workspace import SgmvWorkspace
@@ -73,8 +73,9 @@ class CudaRunner:
         page_tokens: int,
         max_model_len: int,
         comm: Comm = ALONE,
+        split: Split | None = None,
     ) -> None:
-        """`spec.shape` and `weights`: what this rank holds."""
+        """`spec.shape` and `weights`: what this rank holds. `split`: adapters are dealt out to ranks so."""
         device = weights.embed.device
         shape = spec.shape
         self._pool = torch.zeros(
@@ -91,6 +92,7 @@ class CudaRunner:
             config.max_num_seqs, shape.vocab_size, spec.eos_token_ids, self.max_in_flight, device
         )
         self._config = config
+        self._split = split
         self._max_model_len = max_model_len
         self._page_tokens = page_tokens
         self._poison = config.debug
@@ -303,7 +305,7 @@ class CudaRunner:
         model = self._model
         modules = (model.qkv, model.o, model.gate_up, model.down)
         lists = inputs.device["lists"][: lists_size(plan)]
-        return SgmvWorkspace(plan, modules, self._pool, self._table, lists)
+        return SgmvWorkspace(plan, modules, self._pool, self._table, lists, self._split)
 
     def _write_lists(self, workspace: SgmvWorkspace, batch: Batch, inputs: StepInputs) -> ListCounts:
         plan = workspace.plan

@@ -24,6 +24,7 @@ from engine.page_plan import PagePlan
 from engine.runner.cuda import CudaRunner
 from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm
+from kernels.sgmv import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,12 @@ def build_cuda_runner(
     memory: GpuMemory,
     watch: Stopwatch,
     comm: Comm = ALONE,
+    split: Split | None = None,
 ) -> tuple[CudaRunner, int]:
     """The runner, ready to serve, and its number of pages. Raises InvalidRequest if memory is too small."""
 
     def build(num_pages: int) -> CudaRunner:
-        runner = CudaRunner(spec, weights, config, num_pages, pages.tokens, pages.max_model_len, comm)
+        runner = CudaRunner(spec, weights, config, num_pages, pages.tokens, pages.max_model_len, comm, split)
         runner.warm_up(watch)
         return runner
 

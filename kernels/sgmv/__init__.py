@@ -4,7 +4,7 @@
 """
 
 from kernels.sgmv.cpu import AdapterViews, sgmv
-from kernels.sgmv.split import SplitViews, split_sgmv
+from kernels.sgmv.split import Split, SplitViews, split_sgmv
 from kernels.sgmv.table import RANK_BLOCK, AdapterTable, ColumnSlice, Segment, absolute_offsets
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "AdapterViews",
     "ColumnSlice",
     "Segment",
+    "Split",
     "SplitViews",
     "absolute_offsets",
     "sgmv",

@@ -92,7 +92,8 @@ def _shrink_rows(
     t = tl.arange(0, ROWS)
     r = tl.arange(0, RANKS)
     k_in_block = tl.arange(0, WARPS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
-    x_mask = (t < rows)[None, :, None]
+    # a rank of a group may hold no rows of a tile that others hold
+    x_mask = (t < tl.where(rank_rows > 0, rows, 0))[None, :, None]
     a_mask = (r < rank_rows)[None, :, None]
     acc = tl.zeros([WARPS, ROWS, RANKS], tl.float32)
     for c in tl.range(0, CHUNKS, num_stages=STAGES):

@@ -1,8 +1,9 @@
-"""The CPU op where each rank of a group holds 1/N of an adapter.
+"""Adapters of which each rank of a group holds 1/N: what is held and exchanged, and the CPU op.
 
 After S-LoRA (Sheng et al., 2023, arXiv:2311.03285), section 6. The base's weight is split by output or by
-input, and B or A with it. The other side is cut into rows of the adapter's rank; `each` = rank / N, rounded
-up. What the ranks exchange is as narrow as an adapter's rank:
+input, and B or A with it. The other side's rows, as many as the adapter's rank, are dealt to the ranks in
+turn: row j is number j // N on rank j % N, whatever an adapter's rank is, and each has `each` = rank / N of
+them, rounded up, or one less. What the ranks exchange is as narrow as that:
 
     by output:  h_own  [T, each] = x     @ A_own.T   all-gather      h     [T, rank]   y_own  += h     @ B_own
     by input:   h_part [T, rank] = x_own @ A_own.T   reduce-scatter  h_own [T, each]   y_part += h_own @ B_own
@@ -34,12 +35,26 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """How the ranks of a group hold adapters together."""
+
+    rank: int
+    world: int
+    by_output: tuple[bool, ...]  # of each projection: how the base's weight is split
+    exchange: Exchange
+
+    def own_rows(self, rank: int) -> int:
+        """Of the `rank` rows that were dealt."""
+        return (rank + self.world - 1 - self.rank) // self.world
+
+
+@dataclass(frozen=True, slots=True)
 class _Module:
     """One adapted projection. Tiles are views of the pool, with the first row of the rank that they hold."""
 
     a: tuple[tuple[int, torch.Tensor], ...]  # [rows, in]
     b: tuple[tuple[int, torch.Tensor], ...]  # [rows, out]
-    each: int  # rows of the rank that a part has, the last ones fewer
+    each: int  # rows that the first rank was dealt: the others have as many or one less
     scale: float
 
 
@@ -50,22 +65,15 @@ class SplitViews(SlotViews[_Module]):
         self,
         pool: torch.Tensor,
         widths: Sequence[tuple[int, int]],
-        by_output: Sequence[bool],
-        rank: int,
-        world: int,
-        exchange: Exchange,
+        split: Split,
     ) -> None:
-        """By projection: `widths` = (in, out) features on this rank, and how the base's weight is split."""
+        """`widths[p]` = (in, out) features of projection p on this rank."""
         super().__init__(pool, widths)
-        self.by_output = tuple(by_output)
-        self.world = world
-        self.exchange = exchange
-        self._rank = rank
+        self.split = split
 
     def _module(self, projection: int, offsets: list[list[int]], rank: int, scale: float) -> _Module:
-        each = -(-rank // self.world)
-        own = min(each, max(0, rank - self._rank * each))
-        num_rows = (own, rank) if self.by_output[projection] else (rank, own)
+        own = self.split.own_rows(rank)
+        num_rows = (own, rank) if self.split.by_output[projection] else (rank, own)
         a, b = (
             tuple(
                 (row, self._view(offset, min(RANK_BLOCK, rows - row), width))
@@ -73,7 +81,7 @@ class SplitViews(SlotViews[_Module]):
             )
             for rows, side, width in zip(num_rows, offsets, self._widths[projection], strict=True)
         )
-        return _Module(a, b, each, scale)
+        return _Module(a, b, -(-rank // self.split.world), scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +103,25 @@ class _Block:
         return part[self.offset : self.stop].view(self.num_tokens, self.module.each)
 
     def all(self, parts: torch.Tensor) -> torch.Tensor:
-        """View of [N, size]: [num_tokens, N, each]."""
+        """View of [N, size]: [num_tokens, each, N], which is the order of the rows."""
         block = parts[:, self.offset : self.stop].view(len(parts), self.num_tokens, self.module.each)
-        return block.transpose(0, 1)
+        return block.permute(1, 2, 0)
+
+
+def exchange(planes: torch.Tensor, split: Split, by_output: bool) -> torch.Tensor:
+    """For the GPU's op: what A leaves in planes [splits, T, slices x ranks], as B takes it, with one plane.
+
+    by output: `ranks` are one rank's own rows, and become all. by input: all rows, of which each rank has the
+    sum over a part of K, and become its own. The shapes are a plan's, so that a graph can capture it; columns
+    that no A has written may hold anything, and no B reads what becomes of them.
+    """
+    _, num_tokens, columns = planes.shape
+    sums = planes.sum(0)
+    if by_output:
+        parts = split.exchange.gather_parts(sums.flatten())
+        return parts.T.reshape(1, num_tokens, columns * split.world)
+    parts = sums.view(-1, split.world).T.contiguous()
+    return split.exchange.reduce_scatter(parts).view(1, num_tokens, -1)
 
 
 def split_sgmv(
@@ -113,19 +137,20 @@ def split_sgmv(
     if not blocks:
         return
     size = blocks[-1].stop
-    by_output = adapters.by_output[slices[0].projection]
-    # zeros: where the last parts are shorter, nothing is written
-    shape = (size,) if by_output else (adapters.world, size)
+    split = adapters.split
+    by_output = split.by_output[slices[0].projection]
+    # zeros: where a rank was dealt one row less, nothing is written
+    shape = (size,) if by_output else (split.world, size)
     hidden = torch.zeros(shape, dtype=torch.float32)
     for block in blocks:
-        width = block.module.each if by_output else block.module.each * adapters.world
+        width = block.module.each if by_output else block.module.each * split.world
         shrunk = torch.zeros(block.num_tokens, width)
         _shrink(shrunk, x[block.segment], block.module)
         if by_output:
             block.own(hidden).copy_(shrunk)
         else:
-            block.all(hidden).copy_(shrunk.view(block.num_tokens, adapters.world, -1))
-    hidden = adapters.exchange.gather_parts(hidden) if by_output else adapters.exchange.reduce_scatter(hidden)
+            block.all(hidden).copy_(shrunk.view(block.num_tokens, -1, split.world))
+    hidden = split.exchange.gather_parts(hidden) if by_output else split.exchange.reduce_scatter(hidden)
     for block in blocks:
         h = block.all(hidden).flatten(1) if by_output else block.own(hidden)
         _expand(y[block.segment, block.columns], h, block.module)

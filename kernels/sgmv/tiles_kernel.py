@@ -32,19 +32,29 @@ def resolve_kernel(
     ITEM_RANK_BLOCKS: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
     TABLE_BLOCKS: tl.constexpr,
+    PROJECTIONS: tl.constexpr,
+    BY_OUTPUT: tl.constexpr,
+    SHARD: tl.constexpr,
+    WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (module of a layer, part of the list, A or B)."""
+    """Program (module of a layer, part of the list, A or B).
+
+    This is rank SHARD of WORLD. Where BY_OUTPUT has the projection's bit it was dealt rows of A, else of B
+    (kernels.sgmv.split).
+    """
+    projection = tl.program_id(0) % PROJECTIONS
+    deals_a = (BY_OUTPUT >> projection & 1) > 0
     items_ptr = lists_ptr + _HEADER
     if tl.program_id(2) == 0:
         _resolve(
-            lists_ptr, items_ptr, offsets_ptr, ranks_ptr, a_tiles_ptr,
-            0, ITEMS, ITEM_RANK_BLOCKS, TABLE_BLOCKS, BLOCK,
+            lists_ptr, items_ptr, offsets_ptr, ranks_ptr, a_tiles_ptr, deals_a,
+            0, ITEMS, ITEM_RANK_BLOCKS, TABLE_BLOCKS, SHARD, WORLD, BLOCK,
         )  # fmt: skip
     else:
         _resolve(
-            lists_ptr + 1, items_ptr + _FIELDS * ITEMS, offsets_ptr, ranks_ptr, b_tiles_ptr,
-            1, BLOCKS, RANK_BLOCKS, TABLE_BLOCKS, BLOCK,
+            lists_ptr + 1, items_ptr + _FIELDS * ITEMS, offsets_ptr, ranks_ptr, b_tiles_ptr, deals_a == 0,
+            1, BLOCKS, RANK_BLOCKS, TABLE_BLOCKS, SHARD, WORLD, BLOCK,
         )  # fmt: skip
 
 
@@ -55,10 +65,13 @@ def _resolve(
     offsets_ptr: tl.tensor,
     ranks_ptr: tl.tensor,
     tiles_ptr: tl.tensor,
+    is_dealt: tl.tensor,
     SIDE: tl.constexpr,
     LENGTH: tl.constexpr,
     RANK_BLOCKS: tl.constexpr,
     TABLE_BLOCKS: tl.constexpr,
+    SHARD: tl.constexpr,
+    WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     module = tl.program_id(0)
@@ -74,7 +87,8 @@ def _resolve(
         block = (rank_blocks & _FIRST_MASK) + nth
         at = slot * tl.num_programs(0) + module
         rank = tl.load(ranks_ptr + at, mask=nth < rank_blocks >> _COUNT_SHIFT, other=0)
-        rows = tl.maximum(tl.minimum(rank - block * RANKS, RANKS), 0)
+        held = tl.where(is_dealt, (rank + (WORLD - 1 - SHARD)) // WORLD, rank)
+        rows = tl.maximum(tl.minimum(held - block * RANKS, RANKS), 0)
         offset = tl.load(offsets_ptr + (at * 2 + SIDE) * TABLE_BLOCKS + block, mask=rows > 0, other=0)
         tl.store(tiles_ptr + i, offset << _ROWS_BITS | rows, mask=inside)
 

@@ -5,6 +5,8 @@
     shrink    x [T, in] -> planes [splits, T, slices x rank] fp32, partial sums over parts of K
     expand    planes -> out [T, columns]: the planes' sum times B and the scale; stored, or added to y
 
+In a group that deals out adapters' rows, kernels.sgmv.split.exchange comes between the two.
+
 Resolving first keeps a unit's chain of dependent loads at two: its tile's place, then the tile. What units
 there are stands in device memory, so that one captured graph serves any batch of its bucket. No atomics:
 every sum has one order. fp32, fp16 or bf16 in and out, fp32 accumulation.
@@ -18,12 +20,18 @@ import triton
 from kernels.sgmv import decode_kernel, prefill_kernel
 from kernels.sgmv.lists import blocks_start
 from kernels.sgmv.plan import SgmvPlan
-from kernels.sgmv.table import RANK_BLOCK, AdapterTable, FusedModule
+from kernels.sgmv.split import Split
+from kernels.sgmv.table import AdapterTable, FusedModule
 from kernels.sgmv.tiles_kernel import resolve_kernel
 
 
 def resolve(
-    plan: SgmvPlan, lists: torch.Tensor, table: AdapterTable, a_tiles: torch.Tensor, b_tiles: torch.Tensor
+    plan: SgmvPlan,
+    lists: torch.Tensor,
+    table: AdapterTable,
+    a_tiles: torch.Tensor,
+    b_tiles: torch.Tensor,
+    split: Split | None,
 ) -> None:
     """Fill a_tiles [layers x projections, max_items + 1, plan.shrink.rank_blocks] and
     b_tiles [layers x projections, max_blocks + 1, plan.rank_blocks], both int64, up to the lists' ends.
@@ -43,6 +51,10 @@ def resolve(
         ITEM_RANK_BLOCKS=plan.shrink.rank_blocks,
         RANK_BLOCKS=plan.rank_blocks,
         TABLE_BLOCKS=table.tile_offsets.shape[-1],
+        PROJECTIONS=num_projections,
+        BY_OUTPUT=0 if split is None else sum(bit << p for p, bit in enumerate(split.by_output)),
+        SHARD=0 if split is None else split.rank,
+        WORLD=1 if split is None else split.world,
         BLOCK=block,
         num_warps=max(1, block // 64),
     )
@@ -60,7 +72,7 @@ def shrink(
     align: int,
     num_ctas: int,
 ) -> None:
-    """x [T, in] contiguous -> planes, flat, [splits, plan.max_tokens, slices x plan's rank] fp32.
+    """x [T, in] contiguous -> planes [splits, T or more, slices x most rows of A] fp32, contiguous.
 
     Only rows and ranks that the lists name are written. `layer_module` is the first projection's row in
     a_tiles; `align` divides every tile's offset and width. `num_ctas`: any number in decode, one a unit in
@@ -69,6 +81,8 @@ def shrink(
     tile, slices = plan.shrink, len(module.widths)
     assert x.is_contiguous()
     assert x.shape[1] == module.in_features
+    assert planes.is_contiguous()
+    assert planes.shape[0] == tile.num_splits(module.in_features)
     decode = plan.kind == "decode"
     kernel = decode_kernel.shrink_kernel if decode else prefill_kernel.shrink_kernel
     prefill = {"RANK_BLOCKS": tile.rank_blocks, "GROUP": tile.group(slices)}
@@ -81,11 +95,11 @@ def shrink(
         planes,
         layer_module,
         plan.max_items + 1,
-        plan.max_tokens,
+        planes.shape[1],
         K=module.in_features,
         SLICES=slices,
-        PLANE_RANK=plan.rank_blocks * RANK_BLOCK,
-        SPLITS=tile.num_splits(module.in_features),
+        PLANE_RANK=planes.shape[2] // slices,
+        SPLITS=planes.shape[0],
         CHUNKS=tile.num_chunks(module.in_features),
         BLOCK_K=tile.block_k,
         ROWS=tile.rows,
@@ -110,8 +124,10 @@ def expand(
     num_ctas: int,
     add: bool,
 ) -> None:
-    """planes -> out [T, columns] contiguous. `add`: out += delta, columns of absent modules untouched;
-    otherwise out = delta with zeros there. Rows without an adapter are never touched.
+    """planes [any, T or more, slices x most rows of B] -> out [T, columns], both contiguous.
+
+    `add`: out += delta, columns of absent modules untouched; otherwise out = delta with zeros there. Rows
+    without an adapter are never touched.
 
     In prefill the sum of the planes passes through x's dtype, in two parts: in fp16 it must stay below 65504.
     """
@@ -120,6 +136,7 @@ def expand(
     assert out.is_contiguous()
     assert out.shape[1] == sum(widths)
     assert len(module.widths) <= 3
+    assert planes.is_contiguous()
     decode = plan.kind == "decode"
     kernel = decode_kernel.expand_kernel if decode else prefill_kernel.expand_kernel
     own = {} if decode else {"TILES": tile.tiles}
@@ -134,12 +151,12 @@ def expand(
         scales.shape[1] * scales.shape[2],
         blocks_start(plan),
         plan.max_blocks + 1,
-        plan.max_tokens,
+        planes.shape[1],
         N0=widths[0],
         N1=widths[1],
         N2=widths[2],
-        PLANE_RANK=plan.rank_blocks * RANK_BLOCK,
-        SPLITS=plan.shrink.num_splits(module.in_features),
+        PLANE_RANK=planes.shape[2] // len(module.widths),
+        SPLITS=planes.shape[0],
         RANK_BLOCKS=plan.rank_blocks,
         ROWS=tile.rows,
         BLOCK_N=tile.columns,
@@ -171,8 +188,8 @@ def expand_silu_mul(
     tile, width = plan.gated, module.widths[0]
     assert plan.kind == "prefill"
     assert module.widths == (width, width)
-    assert y.is_contiguous()
-    assert act.is_contiguous()
+    for tensor in (y, act, planes):
+        assert tensor.is_contiguous()
     assert y.shape == (len(act), 2 * width)
     prefill_kernel.expand_silu_mul_kernel[(num_ctas,)](
         act,
@@ -186,10 +203,10 @@ def expand_silu_mul(
         scales.shape[1] * scales.shape[2],
         blocks_start(plan),
         plan.max_blocks + 1,
-        plan.max_tokens,
+        planes.shape[1],
         WIDTH=width,
-        PLANE_RANK=plan.rank_blocks * RANK_BLOCK,
-        SPLITS=plan.shrink.num_splits(module.in_features),
+        PLANE_RANK=planes.shape[2] // 2,
+        SPLITS=planes.shape[0],
         RANK_BLOCKS=plan.rank_blocks,
         ROWS=plan.expand.rows,
         BLOCK_N=tile.columns,

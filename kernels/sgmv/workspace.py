@@ -13,6 +13,7 @@ import torch
 
 from kernels.sgmv.lists import ListCounts, lists_size
 from kernels.sgmv.plan import SgmvPlan
+from kernels.sgmv.split import Split, exchange
 from kernels.sgmv.table import RANK_BLOCK, AdapterTable, FusedModule
 from kernels.sgmv.triton import expand, expand_silu_mul, resolve, shrink
 from kernels.silu_mul.triton import silu_mul
@@ -22,7 +23,7 @@ _CTAS_PER_SM = 16  # of a captured launch at most: more are mostly idle, and not
 
 
 class SgmvWorkspace:
-    """For steps of up to plan.max_tokens tokens. Everything is allocated here, nothing later.
+    """For steps of up to plan.max_tokens tokens. Everything is allocated here, but for what ranks exchange.
 
     A step is: copy its lists into `lists`, `resolve()`, then `beside` or `add` for each linear in turn.
     A graph that captured these serves every later step whose lists were written under the same plan.
@@ -35,15 +36,19 @@ class SgmvWorkspace:
         pool: torch.Tensor,
         table: AdapterTable,
         lists: torch.Tensor | None = None,
+        split: Split | None = None,
     ) -> None:
-        """`modules`: every one that will come. `lists`: int32 [lists_size(plan)], part of a larger copy."""
+        """`modules`: every one that will come. `lists`: int32 [lists_size(plan)], part of a larger copy.
+
+        `split`: adapters are dealt out so; all ranks must then make the same calls.
+        """
         device = pool.device
         self.plan = plan
         self.lists = (
             torch.zeros(lists_size(plan), dtype=torch.int32, device=device) if lists is None else lists
         )
         assert self.lists.shape == (lists_size(plan),)
-        self._pool, self._table = pool, table
+        self._pool, self._table, self._split = pool, table, split
         self._num_projections = table.ranks.shape[2]
         num_modules = table.ranks.shape[1] * self._num_projections
         self._a_tiles, self._b_tiles = (
@@ -53,9 +58,11 @@ class SgmvWorkspace:
                 (plan.max_blocks, plan.rank_blocks),
             )
         )
-        self._planes = torch.empty(
-            max(_plane_elems(plan, module) for module in modules), dtype=torch.float32, device=device
-        )
+        shapes = {module: _plane_shape(plan, module, split) for module in modules}
+        self._sums = torch.empty(max(map(math.prod, shapes.values())), dtype=torch.float32, device=device)
+        self._planes = {
+            module: self._sums[: math.prod(shape)].view(shape) for module, shape in shapes.items()
+        }
         delta_rows = plan.max_tokens if plan.kind == "decode" else 0
         self._widest = max(modules, key=lambda module: sum(module.widths))
         self._delta = torch.empty(delta_rows * sum(self._widest.widths), dtype=pool.dtype, device=device)
@@ -68,17 +75,17 @@ class SgmvWorkspace:
 
     @property
     def num_bytes(self) -> int:
-        buffers = (self.lists, self._a_tiles, self._b_tiles, self._planes, self._delta)
+        buffers = (self.lists, self._a_tiles, self._b_tiles, self._sums, self._delta)
         return sum(buffer.nbytes for buffer in buffers)
 
     def poison(self) -> None:
         """For tests: fill what a step must not read before it has written it."""
-        self._planes.fill_(torch.nan)
+        self._sums.fill_(torch.nan)
         self._delta.fill_(torch.nan)
 
     def resolve(self) -> None:
         """Before a step's first linear, after its lists have arrived."""
-        resolve(self.plan, self.lists, self._table, self._a_tiles, self._b_tiles)
+        resolve(self.plan, self.lists, self._table, self._a_tiles, self._b_tiles, self._split)
 
     def beside(
         self, x: torch.Tensor, module: FusedModule, layer: int, gemm: Callable[[], torch.Tensor]
@@ -138,18 +145,18 @@ class SgmvWorkspace:
         silu_mul(gate_up[:plain], out=act[:plain])
         if counts.blocks == 0:
             return act
-        layer_module = self._shrink(x, module, layer, counts)
+        planes = self._shrink(x, module, layer, counts)
         expand_silu_mul(
             act,
             gate_up,
-            self._planes,
+            planes,
             self._pool,
             self.lists,
             self._b_tiles,
             self._table.scales,
             self.plan,
             module,
-            layer_module,
+            self._layer_module(module, layer),
             self._align,
             counts.blocks * self.plan.gated.num_units(module.widths[:1]),
         )
@@ -169,52 +176,63 @@ class SgmvWorkspace:
         blocks = plan.max_blocks if counts is None else counts.blocks
         if blocks == 0:
             return
-        layer_module = self._shrink(x, module, layer, counts)
+        planes = self._shrink(x, module, layer, counts)
         expand(
             out,
-            self._planes,
+            planes,
             self._pool,
             self.lists,
             self._b_tiles,
             self._table.scales,
             plan,
             module,
-            layer_module,
+            self._layer_module(module, layer),
             self._align,
             self._num_ctas(blocks * plan.expand.num_units(module.widths)),
             add,
         )
 
-    def _shrink(self, x: torch.Tensor, module: FusedModule, layer: int, counts: ListCounts | None) -> int:
-        """x -> planes; returns the row of the first projection in the resolved tiles."""
+    def _shrink(
+        self, x: torch.Tensor, module: FusedModule, layer: int, counts: ListCounts | None
+    ) -> torch.Tensor:
+        """x -> planes, as the expand takes them."""
         plan = self.plan
         assert x.shape[0] <= plan.max_tokens
         assert x.dtype == self._pool.dtype
         items = plan.max_items if counts is None else counts.items
-        layer_module = layer * self._num_projections + module.projection
+        planes = self._planes[module]
         shrink(
-            self._planes,
+            planes,
             x,
             self._pool,
             self.lists,
             self._a_tiles,
             plan,
             module,
-            layer_module,
+            self._layer_module(module, layer),
             self._align,
             self._num_ctas(items * plan.shrink.num_units(len(module.widths), module.in_features)),
         )
-        return layer_module
+        if self._split is None:
+            return planes
+        return exchange(planes[:, : len(x)], self._split, self._split.by_output[module.projection])
+
+    def _layer_module(self, module: FusedModule, layer: int) -> int:
+        """The row of its first projection in the resolved tiles."""
+        return layer * self._num_projections + module.projection
 
     def _num_ctas(self, num_units: int) -> int:
         """Prefill has one for each unit."""
         return num_units if self.plan.kind == "prefill" else min(num_units, self._max_ctas)
 
 
-def _plane_elems(plan: SgmvPlan, module: FusedModule) -> int:
-    """Elements of all planes = splits of K x tokens x slices x ranks."""
-    splits = plan.shrink.num_splits(module.in_features)
-    return splits * plan.max_tokens * len(module.widths) * plan.rank_blocks * RANK_BLOCK
+def _plane_shape(plan: SgmvPlan, module: FusedModule, split: Split | None) -> tuple[int, int, int]:
+    """Splits of K, tokens, slices x ranks."""
+    ranks = plan.rank_blocks * RANK_BLOCK
+    if split is not None:
+        each = -(-plan.max_rank // split.world)
+        ranks = each if split.by_output[module.projection] else each * split.world
+    return plan.shrink.num_splits(module.in_features), plan.max_tokens, len(module.widths) * ranks
 
 
 def _num_sms(device: torch.device) -> int:

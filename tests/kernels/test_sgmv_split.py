@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.shape import NUM_PROJECTIONS
-from kernels.sgmv import ColumnSlice, Segment, SplitViews, split_sgmv
+from kernels.sgmv import ColumnSlice, Segment, Split, SplitViews, split_sgmv
 from tests.kernels.test_sgmv import (
     DOWN,
     GATE_UP,
@@ -66,9 +66,7 @@ def part(width: int, rank: int, world: int) -> slice:
 
 def local(lora: Lora, projection: int, rank: int, world: int) -> Lora:
     """A rank's part of A and B."""
-    full = lora.a.shape[0]
-    each = -(-full // world)
-    rows = slice(rank * each, min(full, (rank + 1) * each))
+    rows = slice(rank, None, world)
     if BY_OUTPUT[projection]:
         return Lora(lora.a[rows], lora.b[part(len(lora.b), rank, world)], lora.scale)
     return Lora(lora.a[:, part(lora.a.shape[1], rank, world)], lora.b[:, rows], lora.scale)
@@ -82,7 +80,7 @@ def views(
         (i, o // world) if by_output else (i // world, o)
         for (i, o), by_output in zip(WIDTHS, BY_OUTPUT, strict=True)
     ]
-    split = SplitViews(tiles.pool, widths, BY_OUTPUT, rank, world, threads.of(rank))
+    split = SplitViews(tiles.pool, widths, Split(rank, world, BY_OUTPUT, threads.of(rank)))
     for slot, modules in enumerate(adapters):
         parts = {key: local(lora, key[1], rank, world) for key, lora in modules.items()}
         packed = tiles.pack(parts, NUM_LAYERS, NUM_PROJECTIONS)

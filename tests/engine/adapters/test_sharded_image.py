@@ -67,6 +67,5 @@ def place(
         offset = int(image.tile_offsets[layer, projection, side, row // RANK_BLOCK])
         num_rows = min(RANK_BLOCK, len(rows) - row)
         tile = elements[offset : offset + num_rows * len(features)].view(num_rows, len(features))
-        first = rows.start + row
-        target[first : first + num_rows, features.start : features.stop] = tile
+        target[list(rows[row : row + num_rows]), features.start : features.stop] = tile
     return len(rows) * len(features)

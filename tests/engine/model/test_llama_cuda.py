@@ -19,10 +19,10 @@ from engine.plan import ScheduledChunk
 from engine.runner.batch import build_batch
 from engine.runner.step_inputs import StepInputs
 from engine.shape import NUM_PROJECTIONS
-from engine.sharding import WHOLE, Shard
+from engine.sharding import WHOLE, Shard, shard_shape
 from engine.tensor_parallel.comm import ALONE, Comm, PeerSets, Ranks, join, leave
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
-from kernels.sgmv import AdapterTable, AdapterViews, absolute_offsets
+from kernels.sgmv import AdapterTable, AdapterViews, Split, SplitViews, absolute_offsets
 from kernels.sgmv.lists import lists_size, write_lists
 from kernels.sgmv.plan import decode_plan, prefill_plan
 from kernels.sgmv.workspace import SgmvWorkspace
@@ -46,7 +46,12 @@ class Both:
     """One rank's model and pool, and both ways to run it."""
 
     def __init__(
-        self, path: Path, shard: Shard = WHOLE, comm: Comm = ALONE, peers: PeerSets | None = None
+        self,
+        path: Path,
+        shard: Shard = WHOLE,
+        comm: Comm = ALONE,
+        peers: PeerSets | None = None,
+        is_full: bool = False,
     ) -> None:
         self.peers = peers
         torch.manual_seed(0)
@@ -55,9 +60,23 @@ class Both:
         self.comm = comm
         self.weights = load_weights(whole, torch.float32, shard=shard)
         shape = self.spec.shape
-        form = ImageFormat(whole.shape, shape.page_elems(PAGE_TOKENS), torch.float32, MAX_RANK, shard=shard)
+        form = ImageFormat(
+            whole.shape,
+            shape.page_elems(PAGE_TOKENS),
+            torch.float32,
+            MAX_RANK,
+            shard=shard,
+            is_fully_sharded=is_full,
+        )
         self.pool = torch.randn(NUM_PAGES, form.page_elems)
-        self.views = AdapterViews(self.pool, [shape.widths(p) for p in range(NUM_PROJECTIONS)])
+        self.split = None
+        if is_full:
+            by_output = shard_shape(whole.shape, shard).by_output
+            self.split = Split(shard.rank, shard.world, by_output, comm)
+        widths = [shape.widths(p) for p in range(NUM_PROJECTIONS)]
+        self.views: AdapterViews | SplitViews = AdapterViews(self.pool, widths)
+        if self.split is not None:
+            self.views = SplitViews(self.pool, widths, self.split)
         self.table = AdapterTable.empty(2, shape.num_layers, NUM_PROJECTIONS, MAX_RANK)
         self.ranks = torch.zeros(2, dtype=torch.int32).numpy()
         first = 20
@@ -91,7 +110,7 @@ class Both:
         batch = inputs.write(chunks, num_tokens, len(chunks), int)
         model = CudaLlama(self.spec, self.weights, 128, self.comm, self.peers)
         modules = (model.qkv, model.o, model.gate_up, model.down)
-        workspace = SgmvWorkspace(plan, modules, pool, self.table, inputs.device["lists"])
+        workspace = SgmvWorkspace(plan, modules, pool, self.table, inputs.device["lists"], self.split)
         workspace.poison()
         counts = write_lists(plan, batch.segments, self.ranks, inputs.host["lists"])
         inputs.copy(8)
@@ -135,31 +154,43 @@ def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(both.on_gpu(chunks, kind), both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("with_peers", [False, True])
-def test_two_ranks_equal_the_cpus(tmp_path: Path, with_peers: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_full", "with_peers"),
+    [("beside", False, False), ("beside", False, True), ("beside", True, True), ("after", True, False)],
+)
+def test_two_ranks_equal_the_cpus(tmp_path: Path, kind: str, is_full: bool, with_peers: bool) -> None:
     make_files(tmp_path)
     sets = None
     if with_peers:
         sets = shared_sets(2, 32, load_model_spec(str(tmp_path / "base")).shape.hidden_size)
+    arguments = (tmp_path, kind, is_full, sets)
     # forked: importing everything anew would take most of the time
-    start_processes(_check_rank, (tmp_path, sets), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
+    start_processes(_check_rank, arguments, nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
 
 
-def _check_rank(rank: int, path: Path, sets: list[PeerSets] | None) -> None:
+def _check_rank(rank: int, path: Path, kind: str, is_full: bool, sets: list[PeerSets] | None) -> None:
+    """As well as alone."""
     setattr(engine.model.loading, "pack_weight", lambda weight: weight)  # noqa: B010
     torch.set_num_threads(1)
     join(rank, 2, str(path / "rendezvous"), "cpu")
     peers = None if sets is None else sets[rank]
-    both = Both(path, Shard(rank, 2), Ranks([128, 128]), peers)
-    chunks = mixed_chunks("beside")[2:]
-    torch.testing.assert_close(both.on_gpu(chunks, "beside"), both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
+    comm = Ranks([128, 128])
+    both = Both(path, Shard(rank, 2), comm, peers, is_full)
+    # from the start: ranks' parts of what stands for cached keys would not fit together
+    chunks = mixed_chunks(kind, ((0, 1), (0, 4), (0, 2), (0, 1)))
+    by_gpu = both.on_gpu(chunks, kind)
+    assert comm.num_exchanged == 4 * 2 * is_full  # of two layers
+    torch.testing.assert_close(by_gpu, both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(by_gpu, Both(path).on_cpu(chunks), rtol=1e-4, atol=1e-4)
     leave()
 
 
-def mixed_chunks(kind: str) -> list[ScheduledChunk]:
-    """Prefills from the start and behind cached keys, and a decode."""
+MIXED = ((0, 5), (0, 20), (17, 1), (3, 6))  # prefills from the start and behind cached keys, and a decode
+
+
+def mixed_chunks(kind: str, lengths: tuple[tuple[int, int], ...] = MIXED) -> list[ScheduledChunk]:
+    """`lengths`: first position and tokens of each."""
     slots = (-1, -1, -1, -1) if kind == "none" else (-1, 0, 1, 0)
-    lengths = [(0, 5), (0, 20), (17, 1), (3, 6)]
     return [
         ScheduledChunk(str(i), start, tuple(range(i, i + length)), (4 * i, 4 * i + 1), slot, samples=True)
         for i, ((start, length), slot) in enumerate(zip(lengths, slots, strict=True))
