@@ -6,14 +6,19 @@ With fully sharded adapters also what lies between their A and B.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous as find_store
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from kernels.all_reduce.triton import PeerBuffers
 
+Backend = Literal["nccl", "gloo"]
 PeerSets = tuple["PeerBuffers", "PeerBuffers"]
 
 
@@ -138,7 +143,7 @@ class Ranks:
         # triton takes a second to import, and the CPU backend needs it not
         from kernels.all_reduce.peers import share_memory
 
-        return share_memory(max_rows, width, dtype)
+        return share_memory(max_rows, width, dtype, torch.device("cuda", torch.cuda.current_device()))
 
 
 def leave() -> None:
@@ -152,12 +157,23 @@ def join(rank: int, world: int, rendezvous: str, device: str) -> None:
 
     `rendezvous`: a file of theirs, or tcp://host:port, where the first one listens.
     """
-    has_own_gpus = device == "cuda" and torch.cuda.device_count() >= world
+    url = rendezvous if "://" in rendezvous else f"file://{rendezvous}"
+    store, _, _ = next(find_store(url, rank, world))
+    store.set_timeout(default_pg_timeout)  # as init_process_group does with a store that it makes
+    backend: Backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        "nccl" if has_own_gpus else "gloo",
-        init_method=rendezvous if "://" in rendezvous else f"file://{rendezvous}",
-        rank=rank,
-        world_size=world,
-    )
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        backend = backend_for(tell_all(store, rank, world, str(gpu)))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def backend_for(gpus: Sequence[str]) -> Backend:
+    """`gpus`: which one each rank has. NCCL takes no two ranks on one."""
+    return "nccl" if len(set(gpus)) == len(gpus) else "gloo"
+
+
+def tell_all(store: Store, rank: int, world: int, word: str) -> list[str]:
+    """What each rank tells, in order of rank; before there is a process group."""
+    store.set(f"rank {rank}", word)
+    return [store.get(f"rank {r}").decode() for r in range(world)]

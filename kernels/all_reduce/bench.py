@@ -35,7 +35,8 @@ def main() -> int:
 
 
 def measure(num_rows: int) -> tuple[float, float]:
-    sets = share_memory(num_rows, WIDTH, torch.bfloat16)
+    device = torch.device("cuda", torch.cuda.current_device())
+    sets = share_memory(num_rows, WIDTH, torch.bfloat16, device)
     assert sets is not None, "these GPUs cannot reach each other's memory"
     residual, y, weight = _randn(num_rows, WIDTH), _randn(num_rows, WIDTH), _randn(WIDTH)
     dist.broadcast(residual, 0)
