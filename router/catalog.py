@@ -43,6 +43,7 @@ from router.catalog_refusals import Refusals
 from router.catalog_state import CatalogState
 from router.catalog_upkeep import Upkeep, retry_delay_s
 from router.catalog_views import Views
+from router.shared_calls import SharedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,9 @@ class Catalog:
         self._upkeep = Upkeep()
         self._refusals = Refusals()
         self._templates: dict[AdapterRef, str | None] = {}
+        # a new adapter is often asked for by many at once
+        self._discoveries = SharedCalls[str, None]()
+        self._template_reads = SharedCalls[AdapterRef, str | None]()
         self._listed_at = -float("inf")
         self._refresh_failures = 0
         self._entries = self._merged()
@@ -133,19 +137,14 @@ class Catalog:
             return entry.ref
         if self._lookup is None or name in self._state.desired.removed:
             raise ModelNotFound(f"no adapter {name!r}")
-        is_listed = time.monotonic() - self._listed_at < 2 * REFRESH_S
-        self._discovered[name] = _ref(name, await self._lookup.find(name, is_listed))
-        await self._publish()
+        lookup = self._lookup
+        await self._discoveries.get(name, lambda: self._discover(lookup, name))
         return await self.lookup(name)
 
     async def template(self, ref: AdapterRef) -> str | None:
         """The adapter's own chat template. Raises AdapterRefused, ModelNotFound or Unavailable."""
         if ref not in self._templates:
-            try:
-                self._templates[ref] = await asyncio.to_thread(self._read_template, ref.uri)
-            except AdapterRefused as error:
-                await self.refused(ref, error)
-                raise
+            return await self._template_reads.get(ref, lambda: self._read_own_template(ref))
         return self._templates[ref]
 
     async def refused(self, ref: AdapterRef, error: AdapterRefused) -> None:
@@ -183,14 +182,14 @@ class Catalog:
     async def load_canary(self, name: str, uri: str, weight: float) -> None:
         """Another version of a name that is there, for a part of its requests; none at a weight of 0.
 
-        It ends when `load` replaces the name. Raises as `load`, and ModelNotFound.
+        It ends when `load` replaces the name. Raises as `load`, and ModelNotFound for an unknown name.
         """
-        if name not in self._entries or name in self._loading:
-            raise ModelNotFound(f"no adapter {name!r}")
+        self._check_known(name)
         version = await self._described_version(uri)
         if weight:
             await self._fleet.load_adapter(AdapterRef(canary_name(name), uri, version))
             self._refusals.forget(uri)
+        self._check_known(name)  # that took a while: it may have been unloaded
         await self._state.change(lambda desired: desired.with_canary(name, uri, weight))
         self._upkeep.want(self._named())
         self._upkeep.succeeded(canary_name(name), uri, version, time.monotonic())
@@ -198,9 +197,11 @@ class Catalog:
         await self._views.until_seen()
 
     async def remove(self, name: str) -> None:
-        """Desired no more, even if the source has it, until it is loaded again. Raises ModelNotFound."""
-        if name not in self._entries or name in self._loading:
-            raise ModelNotFound(f"no adapter {name!r}")
+        """Desired no more, even if the source has it, until it is loaded again.
+
+        Raises ModelNotFound; Unavailable while it is being loaded.
+        """
+        self._check_known(name)
         unloaded = (name, canary_name(name)) if name in self._state.desired.canaries else (name,)
         is_elsewhere = name in self._static or name in self._discovered
         await self._state.change(lambda desired: desired.without(name, hide=is_elsewhere))
@@ -258,6 +259,26 @@ class Catalog:
             listings = await asyncio.to_thread(self._source.list_adapters)
             self._discovered = {item.name: _ref(item.name, item) for item in listings}
             self._listed_at = time.monotonic()
+
+    async def _discover(self, lookup: SourceLookup, name: str) -> None:
+        is_listed = time.monotonic() - self._listed_at < 2 * REFRESH_S
+        self._discovered[name] = _ref(name, await lookup.find(name, is_listed))
+        await self._publish()
+
+    async def _read_own_template(self, ref: AdapterRef) -> str | None:
+        try:
+            text = await asyncio.to_thread(self._read_template, ref.uri)
+        except AdapterRefused as error:
+            await self.refused(ref, error)
+            raise
+        self._templates[ref] = text
+        return text
+
+    def _check_known(self, name: str) -> None:
+        if name in self._loading:
+            raise is_loading(name)
+        if name not in self._entries:
+            raise ModelNotFound(f"no adapter {name!r}", param="lora_name")
 
     async def _keep(self, name: str, uri: str) -> None:
         try:

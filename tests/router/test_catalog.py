@@ -283,7 +283,7 @@ def test_while_a_name_is_loaded_its_requests_and_other_loads_are_told_to_come_ag
         assert caught.value.retry_after_s
         with pytest.raises(Unavailable):
             await catalog.load("x", "src/b", False)
-        with pytest.raises(ModelNotFound):
+        with pytest.raises(Unavailable):
             await catalog.remove("x")
         fleet.gate.set()
         await first
@@ -303,6 +303,9 @@ def test_a_replacement_that_is_loaded_leaves_the_old_one_serving() -> None:
         second = asyncio.create_task(catalog.load("x", "src/b", True))
         await asyncio.sleep(0.05)
         assert (await catalog.lookup("x")).uri == "src/a"
+        for call in catalog.remove("x"), catalog.load_canary("x", "src/b", 0.5):
+            with pytest.raises(Unavailable):  # not 404: it serves
+                await call
         fleet.gate.set()
         await second
         assert (await catalog.lookup("x")).uri == "src/b"
@@ -456,10 +459,72 @@ def test_a_canary_shares_a_name_until_that_is_replaced(
         await catalog.load("x", "src/c", True)
         await catalog.keep_up()
         assert await names(catalog) == ["a", "b", "c", "x"]
-        with pytest.raises(ModelNotFound):
+        with pytest.raises(ModelNotFound) as caught:
             await catalog.load_canary("unknown", "src/b", 0.5)
-        with pytest.raises(ModelNotFound):
+        assert caught.value.param == "lora_name"
+        with pytest.raises(ModelNotFound) as caught:
             await catalog.load_canary("x", "src/none", 0.5)
+        assert caught.value.param is None
+
+    run(main)
+
+
+def test_a_canary_of_a_name_that_is_unloaded_meanwhile_is_not_kept() -> None:
+    """Nobody could ask for it, and every replica would hold it."""
+
+    async def main() -> None:
+        fleet = FakeFleet()
+        catalog = build(FakeSource(a="1", b="1"), fleet=fleet)
+        await catalog.load("x", "src/a", False)
+        fleet.gate = asyncio.Event()
+        canary = asyncio.create_task(catalog.load_canary("x", "src/b", 0.5))
+        await asyncio.sleep(0.05)
+        await catalog.remove("x")
+        fleet.gate.set()
+        with pytest.raises(ModelNotFound):
+            await canary
+        assert await catalog.preloaded() == []
+
+    run(main)
+
+
+def test_many_who_ask_for_a_new_name_at_once_all_find_it() -> None:
+    """More than are looked up at a time; the source is asked once."""
+
+    async def main() -> None:
+        source = FakeSource()
+        catalog = build(source)
+        await catalog.refresh()
+        source.versions["a"] = "1"
+        source.gate = threading.Event()
+        asking = [asyncio.create_task(catalog.lookup("a")) for _ in range(3 * catalog_lookup.MAX_PROBES)]
+        await asyncio.sleep(0.05)
+        source.gate.set()
+        assert set(await asyncio.gather(*asking)) == {AdapterRef("a", "src/a", "1")}
+        assert source.finds == ["a"]
+
+    run(main)
+
+
+def test_a_template_that_many_need_at_once_is_read_once() -> None:
+    async def main() -> None:
+        reads: list[str] = []
+        gate = threading.Event()
+
+        def read(uri: str) -> str:
+            gate.wait(5)
+            reads.append(uri)
+            return "template"
+
+        source = FakeSource(a="1")
+        catalog = Catalog(source, {}, source.describe, read, CatalogState(None), FakeFleet(), 9)
+        ref = await catalog.lookup("a")
+        asking = [asyncio.create_task(catalog.template(ref)) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        gate.set()
+        assert await asyncio.gather(*asking) == ["template"] * 4
+        assert await catalog.template(ref) == "template"
+        assert reads == ["src/a"]
 
     run(main)
 
