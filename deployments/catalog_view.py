@@ -67,13 +67,12 @@ class CatalogView:
         if entry is None:
             entry = Entry(await self._catalog.lookup(name), Status())
         refuse_while_loading(entry)
-        for ref in entry.refs() if entry.refusal is None else ():
-            if ref not in self._templates:
-                self._templates[ref] = await self._catalog.template(ref)
-        return self._record(entry)
+        refs = entry.refs() if entry.refusal is None else ()
+        # those of this entry: what is remembered may be for a newer one by the time that all are here
+        return _record(entry, {ref: await self._template(ref) for ref in refs})
 
     async def list(self, prefix: str, after: str, limit: int) -> list[AdapterRecord]:
-        return [self._record(self._entries[name]) for name in islice(self._names_from(prefix, after), limit)]
+        return [_record(self._entries[name], {}) for name in islice(self._names_from(prefix, after), limit)]
 
     def facts(self) -> CatalogFacts:
         states = Counter[str](entry.status.state for entry in self._entries.values())
@@ -87,6 +86,11 @@ class CatalogView:
 
     async def unload(self, name: str) -> None:
         await self._catalog.remove(name)
+
+    async def _template(self, ref: AdapterRef) -> str | None:
+        if ref not in self._templates:
+            self._templates[ref] = await self._catalog.template(ref)
+        return self._templates[ref]
 
     def _take(self, snapshot: Snapshot) -> None:
         self._epoch, self._version, self._kept = snapshot.epoch, snapshot.version, snapshot.kept
@@ -107,23 +111,21 @@ class CatalogView:
                 return
             yield self._names[index]
 
-    def _record(self, entry: Entry) -> AdapterRecord:
-        template = self._templates.get(entry.ref)
-        canary = None
-        if entry.canary is not None:
-            ref = entry.canary.ref
-            canary = CanaryRecord(
-                AdapterRecord(ref, self._templates.get(ref), _root(ref)), entry.canary.weight
-            )
-        return AdapterRecord(
-            entry.ref,
-            template,
-            _root(entry.ref),
-            entry.status.state,
-            entry.status.reason,
-            canary,
-            entry.refusal.error() if entry.refusal else None,
-        )
+
+def _record(entry: Entry, templates: Mapping[AdapterRef, str | None]) -> AdapterRecord:
+    canary = None
+    if entry.canary is not None:
+        ref = entry.canary.ref
+        canary = CanaryRecord(AdapterRecord(ref, templates.get(ref), _root(ref)), entry.canary.weight)
+    return AdapterRecord(
+        entry.ref,
+        templates.get(entry.ref),
+        _root(entry.ref),
+        entry.status.state,
+        entry.status.reason,
+        canary,
+        entry.refusal.error() if entry.refusal else None,
+    )
 
 
 def _root(ref: AdapterRef) -> str:

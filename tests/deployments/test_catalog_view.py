@@ -227,3 +227,32 @@ def test_what_an_engine_refused_is_shown_and_asked_of_nobody_until_it_changes() 
             assert (record.state, record.refusal) == ("ready", None)
 
     asyncio.run(main())
+
+
+def test_a_request_has_its_own_versions_template_when_a_newer_one_comes_meanwhile() -> None:
+    """It waits for its canary's; by then nobody else needs that of the version beside it."""
+
+    async def main() -> None:
+        source = FakeSource(a="1", b="1", c="1")
+        async with views(source) as (view, _, link, _):
+            await link.catalog.load("x", "src/a", False)
+            await link.catalog.load_canary("x", "src/b", 0.5)
+            gate = asyncio.Event()
+
+            async def late_template(ref: AdapterRef) -> str:
+                if ref.uri == "src/b":
+                    await gate.wait()
+                return f"template of {ref.uri}"
+
+            link.template = late_template  # type: ignore[method-assign]
+            asking = asyncio.create_task(view.resolve("x"))
+            await asyncio.sleep(0.01)
+            await link.catalog.load("x", "src/c", True)
+            await asyncio.sleep(0.01)
+            gate.set()
+            record = await asking
+            assert (record.ref.uri, record.chat_template) == ("src/a", "template of src/a")
+            assert record.canary is not None
+            assert record.canary.record.chat_template == "template of src/b"
+
+    asyncio.run(main())
