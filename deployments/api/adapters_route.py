@@ -41,7 +41,9 @@ class RuntimeLoading:
                 "If you want to load the adapter in place, set 'load_inplace' to True.",
                 param="lora_name",
             ) from None
-        except ModelNotFound:
+        except ModelNotFound as error:
+            if error.param == "lora_name":
+                raise _unknown(name) from None
             raise ModelNotFound("no adapter at this lora_path", param="lora_path") from None
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
@@ -50,7 +52,7 @@ class RuntimeLoading:
         try:
             await self._catalog.unload(name)
         except ModelNotFound:
-            raise ModelNotFound(f"The lora adapter {name!r} cannot be found.", param="lora_name") from None
+            raise _unknown(name) from None
         return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")
 
     def _checked_name(self, name: str) -> str:
@@ -80,6 +82,10 @@ class Pinning:
             await self._service.pin_adapter(name, pinned)
         except ModelNotFound:
             raise ModelNotFound(f"The lora adapter {name!r} is not loaded.", param="lora_name") from None
+
+
+def _unknown(name: str) -> ModelNotFound:
+    return ModelNotFound(f"The lora adapter {name!r} cannot be found.", param="lora_name")
 
 
 async def loading_is_off(request: Request) -> PlainTextResponse:

@@ -147,7 +147,9 @@ class FakeCatalog:
         self.records[name] = AdapterRecord(AdapterRef(name, uri), None, uri)
 
     async def load_canary(self, name: str, uri: str, weight: float) -> None:
-        old = await self.resolve(name)
+        if name not in self.records:
+            raise ModelNotFound("not in the catalog", param="lora_name")
+        old = self.records[name]
         canary = CanaryRecord(AdapterRecord(AdapterRef(f"{name}@canary", uri), None, uri), weight)
         self.records[name] = replace(old, canary=canary if weight else None)
 

@@ -39,7 +39,8 @@ async def test_loaded_adapter_is_listed_and_unloaded_again(fleet: FakeFleet) -> 
 @pytest.mark.anyio
 async def test_a_canary_is_for_a_name_that_is_there(fleet: FakeFleet) -> None:
     body = {"lora_name": "sql", "lora_path": "s3://bucket/adapters/v2", "canary_weight": 0.25}
-    assert (await post(fleet, LOAD, body)).status_code == 404
+    unknown = await post(fleet, LOAD, body)
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "lora_name")
     fleet.catalog.add("sql")
     assert (await post(fleet, LOAD, body)).status_code == 200
     canary = fleet.catalog.records["sql"].canary
