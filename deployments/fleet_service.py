@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -34,8 +34,12 @@ class Replicas:
 
     async def load_adapter(self, ref: AdapterRef) -> dict[str, Any]:
         """On every replica; the first one's report. A replica that starts now loads it by itself."""
-        answers = await self.broadcast("load_adapter", encode_ref(ref), timeout_s=self._load_timeout_s)
-        reports: list[dict[str, Any]] = [from_answer(answer) for answer in answers]
+        # the engines' own deadline first: it tells what was slow
+        timeout_s = self._load_timeout_s + CONTROL_TIMEOUT_S
+        results = await self._results("load_adapter", encode_ref(ref), timeout_s=timeout_s)
+        if any(isinstance(result, TimeoutError) for result in results):
+            raise Unavailable("a replica does not answer", retry_after_s=RETRY_AFTER_S)
+        reports: list[dict[str, Any]] = [from_answer(answer) for answer in _answers(results)]
         return reports[0]
 
     async def unload_adapter(self, name: str) -> None:
@@ -53,18 +57,23 @@ class Replicas:
     async def broadcast(
         self, method: str, *args: Any, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> list[dict[str, Any]]:
-        """The answers of those that answer. Raises Unavailable if nobody does."""
+        """The answers of those that answer in time. Raises Unavailable if nobody does."""
+        return _answers(await self._results(method, *args, timeout_s=timeout_s))
+
+    async def _results(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Of each replica its answer, or the error that came instead: TimeoutError if nothing came."""
+        return await asyncio.gather(*await self._calls(method, *args, timeout_s=timeout_s))
+
+    async def _calls(self, method: str, *args: Any, timeout_s: float) -> list[Coroutine[Any, Any, Any]]:
+        """Raises Unavailable if there is no replica."""
+        response = self._handle().broadcast(method, *args)
         try:
             async with asyncio.timeout(timeout_s):
-                results = await self._handle().broadcast(method, *args).results_async(return_exceptions=True)
+                # its public methods tell all answers or none: one replica that hangs would hide the others
+                sent = await response._fetch_replica_results_async()
         except (TimeoutError, RayServeException) as error:
-            raise Unavailable("no replica is available", retry_after_s=RETRY_AFTER_S) from error
-        answers = [result for result in results if not isinstance(result, Exception)]
-        if not answers:
-            raise Unavailable("no replica is available", retry_after_s=RETRY_AFTER_S) from next(
-                iter(results), None
-            )
-        return answers
+            raise _no_replica() from error
+        return [_result(one, timeout_s) for one in sent]
 
 
 class FleetService(Replicas):
@@ -97,7 +106,17 @@ class FleetService(Replicas):
         return {"replicas": await self.broadcast("stats", True)}
 
     async def check_health(self) -> None:
-        await self.broadcast("facts")
+        """Returns as soon as one answers: a probe waits for a second only."""
+        calls = await self._calls("facts", timeout_s=CONTROL_TIMEOUT_S)
+        tasks = [asyncio.create_task(call) for call in calls]
+        try:
+            for task in asyncio.as_completed(tasks):
+                if not isinstance(await task, Exception):
+                    return
+        finally:
+            for one in tasks:
+                one.cancel()
+        raise _no_replica()
 
     async def _stream(self, request: GenerateRequest) -> AsyncGenerator[list[OutputDelta], None]:
         unfinished = request.params.n
@@ -119,9 +138,29 @@ class FleetService(Replicas):
             unfinished = 0  # it never began; to cancel it would raise the error once more
             if isinstance(error, BackPressureError):
                 raise Overloaded("all replicas are busy", retry_after_s=RETRY_AFTER_S) from error
-            raise Unavailable("no replica is available", retry_after_s=RETRY_AFTER_S) from error
+            raise _no_replica() from error
         finally:
             if unfinished:
                 response.cancel()
         if unfinished:
             raise EngineDead("the replica's answer has no end", retry_after_s=RETRY_AFTER_S)
+
+
+async def _result(sent: Any, timeout_s: float) -> Any:
+    """`sent`: Serve's ReplicaResult. Returns what it raises."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await sent.get_async()
+    except Exception as error:
+        return error
+
+
+def _answers(results: Sequence[Any]) -> list[dict[str, Any]]:
+    answers = [result for result in results if not isinstance(result, Exception)]
+    if not answers:
+        raise _no_replica() from next(iter(results), None)
+    return answers
+
+
+def _no_replica() -> Unavailable:
+    return Unavailable("no replica is available", retry_after_s=RETRY_AFTER_S)

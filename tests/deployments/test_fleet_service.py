@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -57,15 +58,31 @@ class Stream:
         self.is_cancelled = True
 
 
+HANGS = "a replica that hangs"
+
+
+class Sent:
+    """A call to one replica."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    async def get_async(self) -> Any:
+        if self._answer is HANGS:
+            await asyncio.sleep(60)
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
 class Broadcast:
     def __init__(self, answers: list[Any] | Exception) -> None:
         self._answers = answers
 
-    async def results_async(self, *, return_exceptions: bool) -> list[Any]:
-        assert return_exceptions
+    async def _fetch_replica_results_async(self) -> list[Sent]:
         if isinstance(self._answers, Exception):
             raise self._answers
-        return self._answers
+        return [Sent(answer) for answer in self._answers]
 
 
 class Handle:
@@ -256,6 +273,35 @@ def test_metrics_cover_the_replicas_that_answer() -> None:
     text = asyncio.run(service(handle).metrics_text())
     assert 'lorafleet_requests_running{replica="r1"} 2' in text
     assert 'lorafleet_requests_running{replica="r2"} 0' in text
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.fleet_service.CONTROL_TIMEOUT_S", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_replica_that_hangs_hides_no_other() -> None:
+    async def main() -> None:
+        fleet = service(Handle(answers=[HANGS, {"replica": "r2"}]))
+        assert await fleet.broadcast("stats", timeout_s=0.1) == [{"replica": "r2"}]
+        started = time.monotonic()
+        await fleet.check_health()
+        assert time.monotonic() - started < 0.1  # it does not wait for the other one
+        with pytest.raises(Unavailable):
+            await service(Handle(answers=[HANGS])).broadcast("stats", timeout_s=0.1)
+        with pytest.raises(Unavailable):
+            await service(Handle(answers=[HANGS, ActorDiedError()])).check_health()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_adapter_that_one_replica_is_not_heard_to_load_is_not_loaded() -> None:
+    """FR-58: when a load returns, every replica has it."""
+    fleet = FleetService(Handle(answers=[HANGS, {"result": {"status": "ok"}}]), "base", 256, 0.1)
+    with pytest.raises(Unavailable):
+        asyncio.run(fleet.load_adapter(SQL))
 
 
 async def _await(awaitable: Awaitable[Any]) -> Any:
