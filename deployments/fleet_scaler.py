@@ -19,7 +19,7 @@ from engine.errors import LorafleetError, Unavailable
 from engine.request import AdapterRef
 from engine.stats import BASE
 from engine.wire import encode_ref
-from router.autoscaling import Autoscaler, Bounds, Handover, Plan, ReplicaLoad
+from router.autoscaling import HANDOVER_S, Autoscaler, Bounds, Handover, Plan, ReplicaLoad
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,11 @@ LOOK_S = 1.0
 class Broadcast(Protocol):
     """`deployments.fleet_service.Replicas.broadcast`."""
 
-    async def __call__(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Raises Unavailable; because of DeploymentUnavailableError if there is no replica."""
+    async def __call__(self, method: str, *args: Any, timeout_s: float = ...) -> list[dict[str, Any]]:
+        """The answers of those that answer in time.
+
+        Raises Unavailable if nobody does; because of DeploymentUnavailableError if there is no replica.
+        """
 
 
 class FleetScaler:
@@ -79,9 +82,13 @@ class FleetScaler:
             except LorafleetError as error:  # it was removed meanwhile, or its source is down
                 logger.warning("adapter %s is not handed over: %s", handover.adapter, error.message)
         try:
-            await self._broadcast("take_over", dict(refs))
+            answers = await self._broadcast("take_over", dict(refs), timeout_s=HANDOVER_S)
         except Unavailable:
             logger.warning("%d adapters are not handed over: no replica answers", len(handovers))
+            self._handed.difference_update(handovers)  # the next look tries again
+            return
+        for refused in (refused for answer in answers for refused in answer["errors"]):
+            logger.warning("an adapter is not handed over: %s", refused["message"])
 
 
 def encode_load(stats: dict[str, Any], wanted: list[str], replica_id: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from deployments.scaling_policy import POLICY, WANTED, as_told
 from engine.errors import ModelNotFound, Unavailable
 from engine.request import AdapterRef
 from engine.stats import BASE
-from router.autoscaling import Bounds
+from router.autoscaling import HANDOVER_S, Bounds
 from tests.deployments.test_engine_replica import request, run, started
 
 STATS: dict[str, Any] = {
@@ -44,8 +44,9 @@ class Replicas:
         self.told: list[int | None] = []
         self.is_busy = False
         self.taken: list[tuple[str, str]] = []
+        self.take_over_s = 0.0
 
-    async def broadcast(self, method: str, *args: Any) -> list[dict[str, Any]]:
+    async def broadcast(self, method: str, *args: Any, timeout_s: float = 5.0) -> list[dict[str, Any]]:
         if self.is_busy or not self.loads:
             cause = TimeoutError() if self.is_busy else DeploymentUnavailableError(DeploymentID("engine"))
             raise Unavailable("no replica is available") from cause
@@ -53,6 +54,8 @@ class Replicas:
             self.told.append(args[0])
             return self.loads
         assert method == "take_over"
+        if self.take_over_s > timeout_s:
+            raise Unavailable("no replica is available") from TimeoutError()
         for load in self.loads:
             for ref in args[0].get(load["replica_id"], ()):
                 self.taken.append((load["replica_id"], ref["name"]))
@@ -110,6 +113,39 @@ def test_hot_adapters_are_elsewhere_before_a_smaller_fleet_is_told() -> None:
         replicas.loads.pop()
         await scaler.look(3.0)
         assert replicas.told[3:] == [2, 1]
+
+    asyncio.run(main())
+
+
+def two_of_which_one_may_go() -> Replicas:
+    """The first one alone holds an adapter that is wanted."""
+    idle = {"num_requests": 0, "queued_tokens": 0, "used_pages": 0}
+    return Replicas(load("r1", ("hot",), ("hot",)) | idle, load("r2") | idle)
+
+
+def test_adapters_that_take_a_while_to_load_are_handed_over() -> None:
+    async def main() -> None:
+        replicas = two_of_which_one_may_go()
+        replicas.take_over_s = 30.0
+        await FleetScaler(Bounds(1, 4, 0.0, 0.0), replicas.broadcast, lookup).look(0.0)
+        await asyncio.sleep(0.01)
+        assert replicas.taken == [("r2", "hot")]
+
+    asyncio.run(main())
+
+
+def test_a_handover_that_nobody_heard_is_told_again() -> None:
+    async def main() -> None:
+        replicas = two_of_which_one_may_go()
+        scaler = FleetScaler(Bounds(1, 4, 0.0, 0.0), replicas.broadcast, lookup)
+        replicas.take_over_s = 2 * HANDOVER_S
+        await scaler.look(0.0)
+        await asyncio.sleep(0.01)
+        assert replicas.taken == []
+        replicas.take_over_s = 0.0
+        await scaler.look(1.0)
+        await asyncio.sleep(0.01)
+        assert replicas.taken == [("r2", "hot")]
 
     asyncio.run(main())
 
