@@ -94,6 +94,8 @@ async def loading_is_off(request: Request) -> PlainTextResponse:
 
 def allowed_uri(path: str, prefixes: tuple[str, ...]) -> str:
     """The location, with symbolic links resolved. Raises InvalidRequest unless it is under a prefix."""
+    if not path.isprintable():  # the file system takes no NUL and no half a surrogate pair
+        raise InvalidRequest("lora_path is no location", param="lora_path")
     uri = path.rstrip("/") if path.startswith(S3) else os.path.realpath(path)
     if not any(_is_under(uri, prefix) for prefix in prefixes):
         raise InvalidRequest("lora_path is not under a location that is allowed", param="lora_path")

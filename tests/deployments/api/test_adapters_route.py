@@ -76,6 +76,7 @@ async def test_name_in_use_needs_load_inplace(fleet: FakeFleet) -> None:
         ({"lora_name": BASE, "lora_path": "s3://bucket/adapters/a"}, 409, "lora_name"),
         ({"lora_name": "a", "lora_path": "s3://other/adapters/a"}, 400, "lora_path"),
         ({"lora_name": "a", "lora_path": "/etc"}, 400, "lora_path"),
+        ({"lora_name": "a", "lora_path": "/a\0b"}, 400, "lora_path"),
     ],
 )
 async def test_bad_request_names_its_field(
@@ -139,6 +140,7 @@ def test_link_out_of_the_allowed_directory_is_refused(tmp_path: Path) -> None:
         "s3://bucket/adapters/../x",
         "s3://bucket/adapters//x",
         "bucket",
+        "/a\ud800b",
     ],
 )
 def test_key_outside_the_allowed_prefix_is_refused(uri: str) -> None:
