@@ -35,9 +35,6 @@ from kernels.sgmv import Split
 
 logger = logging.getLogger(__name__)
 
-GROUPS_ON_GPUS = False
-"""Not before `tests/engine/test_cuda_tensor_parallel.py` has shown a group to give the tokens of one GPU."""
-
 MAX_RESERVED_BYTES = 4 * GIB
 """Of the host cache, locked for the GPU when the engine starts: later, launches may wait for that."""
 
@@ -62,8 +59,6 @@ def build_core(config: EngineConfig, inbox: Inbox, reader: ImageReader | None = 
     """
     if config.tensor_parallel_size == 1:
         return _core(config, inbox, build_rank(config), None, reader)
-    if config.device == "cuda" and not GROUPS_ON_GPUS:
-        raise InvalidRequest("groups of ranks do not run on GPUs yet", param="tensor_parallel_size")
     # the other ranks fail as this one does, but this one tells of it
     spec = load_model_spec(config.model)
     shard_shape(spec.shape, Shard(0, config.tensor_parallel_size))
@@ -72,6 +67,7 @@ def build_core(config: EngineConfig, inbox: Inbox, reader: ImageReader | None = 
     try:
         built = build_rank(config, Shard(0, config.tensor_parallel_size), group.rendezvous)
         group.wait_until_ready()
+        return _core(config, inbox, built, group, reader)
     except BaseException as error:
         failure = group.find_failure() if isinstance(error, RuntimeError) else None
         group.close()
@@ -79,7 +75,6 @@ def build_core(config: EngineConfig, inbox: Inbox, reader: ImageReader | None = 
         if failure is not None:
             raise failure from error
         raise
-    return _core(config, inbox, built, group, reader)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,11 @@ class Engine:
         inbox: Inbox = queue.SimpleQueue()
         self.config = config
         self.core = build_core(config, inbox)
-        self.tokenizer = Tokenizer.from_pretrained(config.model)
+        try:
+            self.tokenizer = Tokenizer.from_pretrained(config.model)
+        except BaseException:
+            self.core.close()
+            raise
         self._loop = EngineLoop(self.core, inbox)
         self._refs: dict[str, AdapterRef] = {}
         self._ids = map(str, itertools.count())

@@ -31,8 +31,6 @@ from typing import Any
 
 import torch
 
-# boto3 takes half a second to import: here nobody waits for it yet
-from engine.adapters import s3  # noqa: F401
 from engine.adapters.host_memory import HostPages
 from engine.adapters.image import ImageFormat
 from engine.adapters.image_reader import LocalReader
@@ -41,6 +39,10 @@ from engine.adapters.page_file import PageFile, raise_fd_limit
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, LorafleetError, Unavailable
 from engine.wire import encode_frame, read_frame
+
+# boto3 takes half a second to import: here nobody waits for it yet. Without it directories are served
+with suppress(ImportError):
+    from engine.adapters import s3  # noqa: F401
 
 TELL_S = 0.2  # between two reports of what has moved
 BEAT_S = 1.0  # while there are loads, at least so often

@@ -96,6 +96,8 @@ class Rank:
         if kind is Kind.READY:
             self.ready.set_result(message)
         elif kind is Kind.FAILED:
+            # also here: over NCCL this rank may wait in a collective until it ends with that one
+            logger.error("rank %d cannot serve: %s", self.rank, message["message"])
             self.ready.set_exception(LorafleetError.from_dict(message))
         else:
             number, digest, error = message

@@ -137,7 +137,6 @@ def _fail(sock: socket.socket, refusal: LorafleetError) -> None:
 def main() -> None:
     # Ctrl-C reaches the whole process group; rank 0 decides when this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise_fd_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     if len(sys.argv) == 3:
         serve(connect(sys.argv[1], int(sys.argv[2])))
@@ -148,6 +147,7 @@ def main() -> None:
 def serve(sock: socket.socket) -> None:
     """Build what rank 0 says and do what it does; ends the process at the end of the stream."""
     assert array("i").itemsize == 4
+    raise_fd_limit()
     try:
         _, payload = messages.read(sock)
     except EOFError:

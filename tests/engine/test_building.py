@@ -177,12 +177,6 @@ def all_but(num_bytes: int) -> Iterator[None]:
         assert cuda.cuMemFree_v2(address) == 0
 
 
-def test_groups_are_refused_on_gpus() -> None:
-    with pytest.raises(InvalidRequest) as error:
-        Engine(EngineConfig(model="any", device="cuda", tensor_parallel_size=2))
-    assert error.value.param == "tensor_parallel_size"
-
-
 def test_auto_shards_adapters_fully_where_only_that_fits(tmp_path: Path) -> None:
     spec = load_model_spec(str(make_llama(tmp_path / "base")))
     settings: dict[str, Any] = {

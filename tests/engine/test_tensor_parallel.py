@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import AdapterRefused, InvalidRequest
@@ -175,6 +176,19 @@ def test_too_many_ranks_are_refused_before_any_is_started(tmp_path: Path) -> Non
     with pytest.raises(InvalidRequest) as error:
         Engine(EngineConfig(model=str(base), tensor_parallel_size=16, num_pages=60))
     assert error.value.param == "tensor_parallel_size"
+
+
+def test_an_engine_that_cannot_be_made_leaves_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: str) -> None:
+        raise OSError(f"{model} has no tokenizer")
+
+    base = make_llama(tmp_path / "base")
+    monkeypatch.setattr("engine.engine.Tokenizer.from_pretrained", fail)
+    with pytest.raises(OSError, match="no tokenizer"):
+        Engine(EngineConfig(model=str(base), tensor_parallel_size=2, num_pages=60, num_threads=1))
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])

@@ -190,6 +190,17 @@ def test_an_image_is_byte_for_byte_that_of_this_process(fleet: Fleet, adapter: P
     assert_same(fleet.read(template), template)
 
 
+def test_directories_are_read_without_boto3(
+    make_fleet: Callable[..., Fleet], adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "boto3.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    fleet = make_fleet()
+    assert_same(fleet.read(adapter), adapter)
+    with pytest.raises(LorafleetError):
+        fleet.read(URI)
+
+
 @pytest.mark.gpu
 def test_pages_for_a_device_are_locked_and_copied_as_they_are(
     make_fleet: Callable[..., Fleet], adapter: Path
