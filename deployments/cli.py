@@ -19,6 +19,7 @@ _SERVE_FLAGS = (
     "tensor_parallel_size", "rank_placement", "allow_runtime_lora_updating", "allowed_lora_prefixes",
     "catalog_file",
 )  # fmt: skip
+_PATHS = ("model", "adapter_source", "lora_modules", "allowed_lora_prefixes")
 _ENGINE_FLAGS = {
     "dtype": str, "max_model_len": int, "pool_bytes": int, "num_pages": int, "gpu_memory_fraction": float,
     "max_num_seqs": int,
@@ -103,20 +104,32 @@ def app_values(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in _SERVE_FLAGS if getattr(options, name) is not None}
     names = (*_ENGINE_FLAGS, "prefix_cache")
     engine = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    values = {**values, **given, "engine": {**values.get("engine", {}), **engine}}
+    in_file = values.get("engine", {})
+    # what is of another type is refused later, by its name
+    values = {**values, **given, "engine": {**in_file, **engine} if isinstance(in_file, dict) else in_file}
     if options.lora_modules:
         values["lora_modules"] = dict(_name_and_path(text) for text in options.lora_modules)
-    # the replicas have working directories of their own
-    for name in ("model", "adapter_source", "catalog_file"):
-        if name in values:
-            values[name] = _absolute(values[name])
-    modules = values.get("lora_modules", {})
-    return {**values, "lora_modules": {name: _absolute(path) for name, path in modules.items()}}
+    return _with_absolute_paths(values)
 
 
-def _absolute(path: str) -> str:
-    """Hub ids and s3:// URIs stay as they are."""
-    return os.path.abspath(path) if os.path.exists(path) else path
+def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """The replicas have working directories of their own."""
+    found = {name: _absolute(values[name]) for name in _PATHS if name in values}
+    if isinstance(file := values.get("catalog_file"), str):
+        found["catalog_file"] = os.path.abspath(file)  # which need not be there yet
+    engine = values["engine"]
+    if isinstance(engine, dict) and isinstance(folder := engine.get("disk_cache_dir"), str):
+        found["engine"] = {**engine, "disk_cache_dir": os.path.abspath(folder)}
+    return {**values, **found}
+
+
+def _absolute(value: Any) -> Any:
+    """Also in lists and tables. Hub ids and s3:// URIs stay as they are."""
+    if isinstance(value, list):
+        return [_absolute(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _absolute(item) for name, item in value.items()}
+    return os.path.abspath(value) if isinstance(value, str) and os.path.exists(value) else value
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -207,7 +220,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"--config {path}: {error}") from error
     if not isinstance(values, dict):
         raise UsageError(f"--config {path}: names and values expected")
-    return values
+    # a name with nothing behind it, or all of it commented out
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _first_problem(error: Any) -> str:

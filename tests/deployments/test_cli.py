@@ -110,6 +110,42 @@ def test_local_paths_become_absolute(
     assert args.model == "org/m"
 
 
+def test_paths_that_are_still_to_be_made_become_absolute_too(
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FR-59: the catalog's file would else be where nobody looks after a restart."""
+    (tmp_path / "adapters").mkdir()
+    monkeypatch.chdir(tmp_path)
+    flags = ["--catalog-file", "new/catalog.json", "--disk-cache-dir", "cache"]
+    prefixes = ["--allowed-lora-prefixes", "adapters", "s3://bucket/prefix"]
+    assert cli.main(["serve", "--model", "org/m", *flags, *prefixes]) == 0
+    ((args, _),) = started
+    assert args.catalog_file == tmp_path / "new" / "catalog.json"
+    assert args.engine["disk_cache_dir"] == str(tmp_path / "cache")
+    assert args.allowed_lora_prefixes == [str(tmp_path / "adapters"), "s3://bucket/prefix"]
+
+
+def test_names_without_a_value_in_the_file_are_not_given(started: Started, tmp_path: Path) -> None:
+    config = tmp_path / "fleet.yaml"
+    config.write_text("model: org/m\nengine:\n  # max_num_seqs: 4\nlora_modules:\nadapter_source:\n")
+    assert cli.main(["serve", "--config", str(config)]) == 0
+    ((args, _),) = started
+    assert (args.model, args.engine, args.lora_modules, args.adapter_source) == ("org/m", {}, {}, None)
+
+
+@pytest.mark.parametrize(
+    "line", ["engine: 5", "lora_modules: [sql]", "adapter_source: 5", "catalog_file: [a]", "model: {a: b}"]
+)
+def test_values_of_another_type_in_the_file_are_refused_by_name(
+    started: Started, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    config = tmp_path / "fleet.yaml"
+    config.write_text(line if line.startswith("model") else f"model: org/m\n{line}\n")
+    assert cli.main(["serve", "--config", str(config)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {line.partition(':')[0]}")
+    assert not started
+
+
 def test_keys_are_kept_as_digests_and_never_printed(
     started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
