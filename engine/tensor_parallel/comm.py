@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from kernels.all_reduce.triton import PeerBuffers
 
+# of one tensor, so that NCCL copies nothing; PyTorch 2.13 has given them new names, and the old ones warn
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 Backend = Literal["nccl", "gloo"]
 PeerSets = tuple["PeerBuffers", "PeerBuffers"]
 
@@ -107,15 +111,17 @@ class Ranks:
 
     def gather_parts(self, x: torch.Tensor) -> torch.Tensor:
         self.num_exchanged += 1
-        parts = x.new_empty(len(self._widths), len(x))
-        dist.all_gather(list(parts), x)
-        return parts
+        own = x if self.can_be_captured else x.cpu()
+        parts = own.new_empty(len(self._widths), len(x))
+        _all_gather(parts.view(-1), own)
+        return parts.to(x.device)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         self.num_exchanged += 1
-        own = x.new_empty(x.shape[1])
-        dist.reduce_scatter(own, list(x))
-        return own
+        parts = x if self.can_be_captured else x.cpu()
+        own = parts.new_empty(x.shape[1])
+        _reduce_scatter(own, parts.view(-1))
+        return own.to(x.device)
 
     def swap(self, blocks: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         dtype = blocks[0].dtype
