@@ -61,8 +61,7 @@ class AdapterCopies:
         self._by_slot[load.slot] = _Copy(load.slot, image, done, parts)
         self._in_flight.append(self._by_slot[load.slot])
         offsets = absolute_offsets(image.tile_offsets, load.page_ids, self._pool.shape[1])
-        row = (self._uploads.put(tensor) for tensor in (offsets, image.ranks, image.scales))
-        self._table.put(load.slot, *row)
+        self._table.put(load.slot, *self._uploads.put(offsets, image.ranks, image.scales))
         self.ranks[load.slot] = image.rank
 
     def wait(self, slots: Iterable[int]) -> None:

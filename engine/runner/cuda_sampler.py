@@ -187,7 +187,7 @@ class CudaSampler:
                 state.num_outputs = position
             entries = bias_entries(states, self._eos_token_ids)
             if entries:
-                reference.add_bias_(edited, *map(self._uploads.put, entries.tensors(torch.float32)))
+                reference.add_bias_(edited, *self._uploads.put(*entries.tensors(torch.float32)))
         if penalties:
             penalize_(edited, penalties)
         fields = ("temperature", "top_k", "top_p", "log_min_p", "seeds", "num_sampled")
@@ -233,7 +233,7 @@ class CudaSampler:
     def _start_history(self, slot: int, state: SamplingState) -> None:
         seen = torch.from_numpy(np.array(state.seen_token_ids))
         outputs = seen.repeat_interleave(torch.from_numpy(np.array(state.output_counts)))
-        start_history(self._history[slot], self._uploads.put(seen), self._uploads.put(outputs))
+        start_history(self._history[slot], *self._uploads.put(seen, outputs))
 
 
 def _pinned_results(num_rows: int) -> _Results:
