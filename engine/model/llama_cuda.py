@@ -77,6 +77,25 @@ class BesideBase:
         return silu_mul(y, delta, slots, pdl=self.pdl)
 
 
+class OntoBase:
+    """Many tokens in a graph, which serves any counts: the adapters' branch adds to the base product."""
+
+    pdl = False
+
+    def __init__(self, workspace: SgmvWorkspace) -> None:
+        self._workspace = workspace
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
+        y = linear(x, weight)
+        self._workspace.add(y, x, module, layer)
+        return y, None
+
+    def gated(
+        self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
+    ) -> torch.Tensor:
+        return silu_mul(self.linear(x, weight, module, layer)[0])
+
+
 class AfterBase:
     """Many tokens: the adapters' branch first, and the base product adds to it."""
 

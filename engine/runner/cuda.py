@@ -6,7 +6,7 @@ Nothing in `submit` waits for the GPU: sampled tokens stay there, and the next s
 A graph is captured for each bucket of tokens, with adapters and without, for decodes alone and with prefill
 chunks among them. What differs between steps (tokens, pages, adapters) is read from StepInputs and from the
 adapter table at fixed addresses, so that a graph which was captured before any adapter was loaded serves
-every mix of adapters later. Eager steps are long enough to hide their launches.
+every mix of adapters later. Steps that run eagerly are long enough to hide their launches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from engine.adapters.image import AdapterImage
 from engine.config import EngineConfig
-from engine.model.llama_cuda import AfterBase, BesideBase, Branch, CudaLlama, NoAdapters
+from engine.model.llama_cuda import AfterBase, BesideBase, Branch, CudaLlama, NoAdapters, OntoBase
 from engine.model.loading import LlamaWeights
 from engine.model.spec import ModelSpec
 from engine.plan import ScheduledChunk, StepPlan
@@ -39,7 +39,9 @@ from kernels.sgmv.lists import ListCounts, lists_size, write_lists
 from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
 from kernels.sgmv.workspace import SgmvWorkspace
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+PREFILL_BUCKETS = (320, 384, 448, 512, 640, 768, 896, 1024, 1280)
+"""Of steps with prefill chunks. Launching a larger one takes less time than running it."""
 
 
 class _Kind(NamedTuple):
@@ -48,10 +50,6 @@ class _Kind(NamedTuple):
     bucket: int  # tokens
     has_prefill: bool
     has_adapters: bool
-
-    @property
-    def num_seqs(self) -> int:
-        return self.bucket - self.has_prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +94,17 @@ class CudaRunner:
         self._max_model_len = max_model_len
         self._page_tokens = page_tokens
         self._poison = config.debug
-        # decodes of all sequences, and prefill chunks short enough for launches to cost more than running
-        most = max(config.max_num_seqs, min(BUCKETS[-1], config.max_num_batched_tokens))
+        max_tokens, max_seqs, max_rank = config.max_num_batched_tokens, config.max_num_seqs, config.max_rank
+        # decodes of all sequences, and few enough tokens for the kernels of decodes
+        self._most_decodes = most = max(max_seqs, min(DECODE_BUCKETS[-1], max_tokens))
         peers = comm.peer_buffers(most, shape.hidden_size, weights.embed.dtype)
         self._model = CudaLlama(spec, weights, max_model_len, comm, peers)
-        self._buckets = [b for b in BUCKETS if b < most] + [most]
-        decode_plans = {bucket: decode_plan(bucket, config.max_rank) for bucket in self._buckets}
-        self._prefill_plan = prefill_plan(config.max_num_batched_tokens, config.max_num_seqs, config.max_rank)
+        decode_buckets = [b for b in DECODE_BUCKETS if b < most] + [most]
+        prefill_buckets = [b for b in PREFILL_BUCKETS if most < b <= max_tokens]
+        self._buckets = decode_buckets + prefill_buckets
+        graph_plans = {bucket: decode_plan(bucket, max_rank) for bucket in decode_buckets}
+        graph_plans |= {bucket: prefill_plan(bucket, max_seqs, max_rank) for bucket in prefill_buckets}
+        eager_plan = prefill_plan(max_tokens, max_seqs, max_rank)
 
         def inputs(max_tokens: int, *plans: SgmvPlan) -> StepInputs:
             return StepInputs(
@@ -115,18 +117,18 @@ class CudaRunner:
                 device=device,
             )
 
-        self._graph_inputs = inputs(most, *decode_plans.values())
-        self._eager_inputs = inputs(config.max_num_batched_tokens, self._prefill_plan)
+        self._graph_inputs = inputs(self._buckets[-1], *graph_plans.values())
+        self._eager_inputs = inputs(max_tokens, eager_plan)
         self._attention = AttentionWorkspace.allocate(
-            most, config.max_num_batched_tokens, shape.num_heads, shape.num_kv_heads, shape.head_dim, device
+            most, max_tokens, shape.num_heads, shape.num_kv_heads, shape.head_dim, device
         )
-        self._sgmv = {
-            bucket: self._workspace(plan, self._graph_inputs) for bucket, plan in decode_plans.items()
-        }
-        self._prefill_sgmv = self._workspace(self._prefill_plan, self._eager_inputs)
+        self._sgmv = {b: self._workspace(plan, self._graph_inputs) for b, plan in graph_plans.items()}
+        self._eager_sgmv = self._workspace(eager_plan, self._eager_inputs)
         self._logits = torch.empty(
             config.max_num_seqs, len(weights.lm_head), dtype=weights.embed.dtype, device=device
         )
+        # cuBLAS takes ten milliseconds for a number of rows that it has not seen
+        self._logit_rows = [b for b in decode_buckets if b < max_seqs] + [max_seqs]
         self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._can_capture = comm.can_be_captured
         # not behind a launch of NCCL's, which may be on another stream
@@ -139,6 +141,8 @@ class CudaRunner:
         self.copy_bytes_per_s = measure_copies(self._pool)
         with watch.part("compile"):
             self._take_steps()
+            for num_rows in self._logit_rows:
+                self._model.logits(self._model.weights.embed[:num_rows], self._logits[:num_rows])
         with watch.part("capture"):
             self._capture_all()
         self._take_steps()  # capturing made PyTorch give back what steps had left to later ones
@@ -170,10 +174,14 @@ class CudaRunner:
         for bucket in reversed(self._buckets):  # the largest first: the others fit into its memory
             for has_prefill, has_adapters in itertools.product((False, True), repeat=2):
                 kind = _Kind(bucket, has_prefill, has_adapters)
-                if kind.num_seqs > 0:
+                if self._num_seqs(kind) > 0 and (has_prefill or bucket <= self._most_decodes):
                     captured = self._capture(kind, memory)
                     self._graphs[kind] = captured
                     memory = memory or captured.graph.pool()
+
+    def _num_seqs(self, kind: _Kind) -> int:
+        """That its graph has room for."""
+        return min(kind.bucket - kind.has_prefill, self._most_decodes)
 
     def _warm_up_step(self, plan: StepPlan, params: SamplingParams) -> None:
         for chunk in plan.chunks:
@@ -215,15 +223,19 @@ class CudaRunner:
 
     def _replay(self, chunks: Sequence[ScheduledChunk], num_tokens: int) -> None:
         inputs = self._graph_inputs
-        bucket = next(b for b in self._buckets if b >= num_tokens)
-        has_prefill = num_tokens > len(chunks)
-        batch = inputs.write(chunks, bucket, bucket - has_prefill, self._sampler.slot)
-        if batch.has_adapters:
-            self._write_lists(self._sgmv[bucket], batch, inputs)
+        kind = _Kind(
+            bucket=next(b for b in self._buckets if b >= num_tokens),
+            has_prefill=num_tokens > len(chunks),
+            has_adapters=any(chunk.adapter_slot >= 0 for chunk in chunks),
+        )
+        num_seqs = self._num_seqs(kind)
+        batch = inputs.write(chunks, kind.bucket, num_seqs, self._sampler.slot)
+        if kind.has_adapters:
+            self._write_lists(self._sgmv[kind.bucket], batch, inputs)
         self._sampler.write(batch.sampled, inputs.host)
-        inputs.copy(bucket - has_prefill)
+        inputs.copy(num_seqs)
         self._copies.wait(segment.slot for segment in batch.segments)
-        captured = self._graphs[_Kind(bucket, has_prefill, batch.has_adapters)]
+        captured = self._graphs[kind]
         captured.graph.replay()
         self._sample(captured.hidden, batch, inputs)
 
@@ -232,12 +244,12 @@ class CudaRunner:
         batch = inputs.write(chunks, num_tokens, len(chunks), self._sampler.slot)
         branch: Branch = NoAdapters(pdl=False)
         if batch.has_adapters:
-            counts = self._write_lists(self._prefill_sgmv, batch, inputs)
-            branch = AfterBase(self._prefill_sgmv, counts)
+            counts = self._write_lists(self._eager_sgmv, batch, inputs)
+            branch = AfterBase(self._eager_sgmv, counts)
         self._sampler.write(batch.sampled, inputs.host)
         inputs.copy(len(chunks))
         if batch.has_adapters:
-            self._prefill_sgmv.resolve()
+            self._eager_sgmv.resolve()
         slots = [segment.slot for segment in batch.segments]
         hidden = self._forward(
             inputs, num_tokens, len(chunks), branch, lambda layer: self._copies.wait_for_layer(layer, slots)
@@ -246,8 +258,10 @@ class CudaRunner:
 
     def _sample(self, hidden: torch.Tensor, batch: Batch, inputs: StepInputs) -> None:
         num = len(batch.sampled)
-        logits = self._model.logits(hidden[inputs.device["rows"][:num]], self._logits[:num])
-        self._sampler.sample(batch.sampled, logits, inputs.host, inputs.device)
+        num_rows = next(rows for rows in self._logit_rows if rows >= num) if num else 0
+        rows = hidden[inputs.device["rows"][:num_rows]]
+        logits = self._model.logits(rows, self._logits[:num_rows])
+        self._sampler.sample(batch.sampled, logits[:num], inputs.host, inputs.device)
 
     def _forward(
         self,
@@ -279,17 +293,16 @@ class CudaRunner:
 
     @torch.inference_mode()
     def _capture(self, kind: _Kind, memory: Any) -> _Captured:
-        workspace = self._sgmv[kind.bucket]
-        branch: Branch = BesideBase(workspace, self._pdl) if kind.has_adapters else NoAdapters(self._pdl)
-        inputs = self._graph_inputs
-        inputs.write((), kind.bucket, kind.num_seqs, self._sampler.slot)  # padding rows only
+        workspace, branch = self._sgmv[kind.bucket], self._branch(kind)
+        inputs, num_seqs = self._graph_inputs, self._num_seqs(kind)
+        inputs.write((), kind.bucket, num_seqs, self._sampler.slot)  # padding rows only
         inputs.host["lists"][:] = 0
-        inputs.copy(kind.num_seqs)
+        inputs.copy(num_seqs)
 
         def forward() -> torch.Tensor:
             if kind.has_adapters:
                 workspace.resolve()
-            return self._forward(inputs, kind.bucket, kind.num_seqs, branch)
+            return self._forward(inputs, kind.bucket, num_seqs, branch)
 
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -300,6 +313,13 @@ class CudaRunner:
         with torch.cuda.graph(graph, pool=memory):
             hidden = forward()
         return _Captured(graph, hidden)
+
+    def _branch(self, kind: _Kind) -> Branch:
+        is_small = kind.bucket <= self._most_decodes  # sums of more rows are NCCL's
+        if not kind.has_adapters:
+            return NoAdapters(self._pdl and is_small)
+        workspace = self._sgmv[kind.bucket]
+        return BesideBase(workspace, self._pdl) if is_small else OntoBase(workspace)
 
     def _workspace(self, plan: SgmvPlan, inputs: StepInputs) -> SgmvWorkspace:
         model = self._model

@@ -6,7 +6,8 @@
     | lists |                                       of kernels.sgmv.lists
     | page_table |                                  S x P, last: only the rows in use are copied
 
-Rows past the batch are padding: token 0, no KV slot (-1), no adapter (-1), context of 0.
+Rows past the batch are padding: token 0, no KV slot (-1), no adapter (-1), context of 0; rows of logits past
+the sampled ones are those of row 0.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class StepInputs:
         padding = num_tokens + np.arange(num_seqs - num + 1)
         host["cu_query_lens"][num : num_seqs + 1] = np.minimum(padding, num_rows)
         sampled = [i for i, chunk in enumerate(order) if chunk.samples]
-        host["rows"][: len(sampled)] = ends[sampled] - 1
+        _fill(host["rows"], ends[sampled] - 1, len(host["rows"]), 0)
         return Batch(num_tokens, num, _segments(slots, ends), tuple(order[i].request_id for i in sampled))
 
     def copy(self, num_seqs: int) -> None:

@@ -84,9 +84,10 @@ def test_mixed_batch_in_any_order(setup: Setup, engine: Engine, seed: int) -> No
         setup.reference.check_greedy(tokens, output, name, engine.config.dtype)
 
 
-def test_prefill_beyond_the_largest_graph_beside_decodes(setup: Setup, engine: Engine) -> None:
-    names: list[str | None] = ["r4-all", None, "r64-all", "r1-q"]
-    prompts = [prompt(i, 290 if i < 2 else 5) for i in range(len(names))]
+@pytest.mark.parametrize("num_long", [1, 2, 5])  # in a small and a large graph, and in none
+def test_prefill_chunks_beside_decodes(setup: Setup, engine: Engine, num_long: int) -> None:
+    names: list[str | None] = ["r4-all", None, "r64-all", "r1-q", "r4-all", "r8-down", None]
+    prompts = [prompt(i, 290 if i < num_long else 5) for i in range(len(names))]
     outputs = engine.generate(prompts, GREEDY, names)
     for tokens, output, name in zip(prompts, outputs, names, strict=True):
         setup.reference.check_greedy(tokens, output, name, engine.config.dtype)

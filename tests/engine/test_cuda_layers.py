@@ -197,7 +197,8 @@ class Setup:
         }
         self.recorder = Recorder(SPEC)
         patch.setattr(llama_cuda, "add_rms_norm", self.recorder)
-        patch.setattr(cuda, "BUCKETS", (8,))  # decodes of up to eight sequences are replayed
+        patch.setattr(cuda, "DECODE_BUCKETS", (8,))  # decodes of up to eight sequences are replayed
+        patch.setattr(cuda, "PREFILL_BUCKETS", ())  # and nothing else
         config = EngineConfig(
             "random", "cuda", max_num_seqs=8, max_num_batched_tokens=MAX_TOKENS, max_adapters=3, max_rank=64
         )

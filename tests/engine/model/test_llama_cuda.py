@@ -12,7 +12,7 @@ import engine.model.loading
 from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.loading import load_image
 from engine.model.llama import LlamaModel
-from engine.model.llama_cuda import AfterBase, BesideBase, Branch, CudaLlama, NoAdapters
+from engine.model.llama_cuda import AfterBase, BesideBase, Branch, CudaLlama, NoAdapters, OntoBase
 from engine.model.loading import load_weights
 from engine.model.spec import load_model_spec, local_spec
 from engine.plan import ScheduledChunk
@@ -105,9 +105,11 @@ class Both:
         if kind == "beside":
             plan = decode_plan(num_tokens, MAX_RANK)
         else:
-            plan = prefill_plan(num_tokens, 8, MAX_RANK)
+            plan = prefill_plan(num_tokens + 3, 8, MAX_RANK)
         inputs = StepInputs(64, 8, 8, lists_size(plan), PAGE_TOKENS, {}, torch.device("cpu"))
-        batch = inputs.write(chunks, num_tokens, len(chunks), int)
+        num_rows = num_tokens + 3 * (kind == "onto")  # a graph's rows past the batch
+        num_seqs = len(chunks) + 2 * (kind == "onto")
+        batch = inputs.write(chunks, num_rows, num_seqs, int)
         model = CudaLlama(self.spec, self.weights, 128, self.comm, self.peers)
         modules = (model.qkv, model.o, model.gate_up, model.down)
         workspace = SgmvWorkspace(plan, modules, pool, self.table, inputs.device["lists"], self.split)
@@ -119,23 +121,24 @@ class Both:
             "none": NoAdapters(pdl=False),
             "beside": BesideBase(workspace, pdl=False),
             "after": AfterBase(workspace, counts),
+            "onto": OntoBase(workspace),
         }
         attention = AttentionWorkspace.allocate(
             8, 64, shape.num_heads, shape.num_kv_heads, shape.head_dim, "cpu", num_programs=8
         )
         device = inputs.device
         hidden = model.hidden(
-            device["token_ids"][:num_tokens],
+            device["token_ids"][:num_rows],
             torch.tensor([], dtype=torch.int64),
-            device["positions"][:num_tokens],
-            device["kv_slots"][:num_tokens],
-            device["slots"][:num_tokens],
-            device["page_table"][: len(chunks)],
+            device["positions"][:num_rows],
+            device["kv_slots"][:num_rows],
+            device["slots"][:num_rows],
+            device["page_table"][:num_seqs],
             plan_attention(
                 attention,
-                device["context_lens"][: len(chunks)],
-                device["cu_query_lens"][: len(chunks) + 1],
-                num_tokens,
+                device["context_lens"][:num_seqs],
+                device["cu_query_lens"][: num_seqs + 1],
+                num_rows,
             ),
             pool.view(-1, shape.num_layers, 2, PAGE_TOKENS, shape.num_kv_heads, shape.head_dim),
             branches[kind],
@@ -145,7 +148,7 @@ class Both:
         return model.logits(hidden[rows], torch.empty(len(rows), len(self.weights.lm_head)))
 
 
-@pytest.mark.parametrize("kind", ["none", "beside", "after"])
+@pytest.mark.parametrize("kind", ["none", "beside", "after", "onto"])
 def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.model.loading.pack_weight", lambda weight: weight)  # as on a GPU
     make_files(tmp_path)
