@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Protocol
 
 from deployments.service import AdapterRecord, CanaryRecord, CatalogFacts
+from engine.errors import Unavailable
 from engine.request import AdapterRef
 from router.catalog_entry import Entry, Snapshot, refuse_while_loading, shared_name
 from router.catalog_upkeep import Status
@@ -54,13 +55,13 @@ class CatalogView:
         """Follow the catalog until cancelled."""
         while True:
             try:
-                snapshot = await self._catalog.wait(self._name, self._epoch, self._version)
-            except Exception:
-                # its process may be on its way back; whatever the reason, what is known still serves
+                self._take(await self._catalog.wait(self._name, self._epoch, self._version))
+            except Unavailable:  # its process may be on its way back
                 logger.warning("the catalog does not answer; what was known stays")
                 await asyncio.sleep(RECONNECT_S)
-                continue
-            self._take(snapshot)
+            except Exception:
+                logger.exception("the catalog cannot be followed; what was known stays")
+                await asyncio.sleep(RECONNECT_S)
 
     async def resolve(self, name: str) -> AdapterRecord:
         entry = self._entries.get(name)
@@ -93,8 +94,8 @@ class CatalogView:
         return self._templates[ref]
 
     def _take(self, snapshot: Snapshot) -> None:
-        self._epoch, self._version, self._kept = snapshot.epoch, snapshot.version, snapshot.kept
         entries = snapshot.applied_to(self._entries)
+        self._epoch, self._version, self._kept = snapshot.epoch, snapshot.version, snapshot.kept
         if entries is self._entries:
             return
         self._entries, self._names = entries, list(entries)

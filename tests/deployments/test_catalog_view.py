@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,7 +14,7 @@ from deployments.service import AdapterRecord
 from engine.errors import AdapterRefused, Conflict, ModelNotFound, Unavailable
 from engine.request import AdapterRef
 from router.catalog import Catalog
-from router.catalog_entry import Snapshot
+from router.catalog_entry import Entry, Snapshot
 from tests.router.test_catalog import FakeFleet, FakeSource, build
 
 
@@ -256,3 +256,29 @@ def test_a_request_has_its_own_versions_template_when_a_newer_one_comes_meanwhil
             assert record.canary.record.chat_template == "template of src/b"
 
     asyncio.run(main())
+
+
+def test_a_view_goes_on_after_an_answer_that_it_cannot_use(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the log tells what was wrong with it."""
+    monkeypatch.setattr(catalog_view, "RECONNECT_S", 0.01)
+    applied_to = Snapshot.applied_to
+    faults = [ValueError("not understood")]
+
+    def fail_once(snapshot: Snapshot, entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
+        if faults:
+            raise faults.pop()
+        return applied_to(snapshot, entries)
+
+    async def main() -> None:
+        source = FakeSource(a="1")
+        async with views(source) as (one, two, link, _):
+            monkeypatch.setattr(Snapshot, "applied_to", fail_once)
+            source.versions["b"] = "1"
+            await link.catalog.refresh()
+            await asyncio.sleep(0.1)
+            assert await names(one) == await names(two) == ["a", "b"]
+
+    asyncio.run(main())
+    assert "not understood" in caplog.text
