@@ -226,9 +226,12 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         self._table.sent(replica.replica_id.unique_id, -1)
 
     def _would_wait_too_long(self, now: float) -> bool:
-        """By how fast requests of this router end while others wait. A burst is none the wiser at first."""
+        """By how fast requests of this router end while others wait. A burst is none the wiser at first.
+
+        Nor are those who wait for the first replica of all: that nobody ends tells nothing of it.
+        """
         busy_s = now - self._busy_since
-        if self._table.num_free or not self._num_waiting or busy_s < BURST_S:
+        if self._table.num_free or not self._table.replicas or not self._num_waiting or busy_s < BURST_S:
             return False
         return self._num_waiting * busy_s > self._max_wait_s * (self._num_ended + 1)
 

@@ -313,6 +313,23 @@ def test_a_fleet_of_none_is_unavailable_not_full() -> None:
     run(main())
 
 
+def test_all_who_wake_a_fleet_wait_for_it() -> None:
+    """That no request ends before it is there says nothing of how long they will wait."""
+
+    async def main() -> None:
+        router = build()
+        router._max_wait_s = 5.0
+        waiting = [asyncio.create_task(route(router, request("sql"))) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        router._busy_since -= 4.0
+        waiting.append(asyncio.create_task(route(router, request("sql"))))
+        await asyncio.sleep(0.01)
+        router.update_replicas([StubReplica("woken")])
+        assert await asyncio.gather(*waiting) == ["woken"] * 4
+
+    run(main())
+
+
 def test_a_dead_replica_is_not_chosen_again() -> None:
     """FR-65: only the dead replica leaves the table."""
 
