@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # for what a replica needs before it serves
 TOLD_FOR_S = 15.0  # what the autoscaler wanted so long ago it may want no more
+INTERNAL_ERROR = "internal_error"
 ENGINE_CLIENT = "engine.client:EngineClient"
 
 
@@ -124,6 +125,9 @@ class EngineReplica:
             code = error.code or "error"
             self._tell_if_refused(request["adapter"], error)
             yield encode_error(error)
+        except Exception:
+            code = INTERNAL_ERROR  # ours: its client is told no more than that
+            raise
         finally:
             self._books.finished(adapter, times, is_error=code is not None)
             self._books.ended(adapter, time.monotonic(), code)

@@ -96,6 +96,20 @@ def test_what_the_engine_refuses_is_told_whether_it_was_asked_for_or_preloaded()
     asyncio.run(main())
 
 
+def test_a_fault_of_ours_is_counted_as_an_error_and_not_as_a_client_that_left() -> None:
+    async def main() -> None:
+        async with started() as replica:
+            broken = request(adapter="sql")
+            del broken["prompt_token_ids"]
+            with pytest.raises(KeyError):
+                await run(replica, broken)
+            stats = await replica.stats()
+            assert stats["adapters"]["sql"]["errors"] == {"internal_error": 1}
+            assert stats["adapters"]["sql"]["finished"] == {"error": 1}
+
+    asyncio.run(main())
+
+
 def test_an_error_of_the_engine_is_the_streams_last_item_and_is_counted() -> None:
     async def main() -> None:
         async with started() as replica:
