@@ -39,7 +39,8 @@ class FileStore:
 
     @property
     def kept(self) -> Kept:
-        there = next(path for path in (self._path.parent, *self._path.parent.parents) if path.exists())
+        # not Path.exists: that raises where a folder may not be looked into
+        there = next(path for path in (self._path.parent, *self._path.parent.parents) if os.path.exists(path))
         return "file" if os.access(there, os.W_OK | os.X_OK) else "memory"
 
     def read(self) -> tuple[bytes, str] | None:

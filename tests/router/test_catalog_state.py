@@ -323,6 +323,22 @@ def test_a_place_that_is_no_place_for_a_file_is_told(tmp_path: Path) -> None:
         store.read()
 
 
+def test_a_file_in_a_folder_that_may_not_be_looked_into_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every view asks where the state is."""
+    stat = os.stat
+
+    def deny(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{tmp_path}/closed/"):
+            raise PermissionError
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", deny)
+    (tmp_path / "closed" / "folder").mkdir(parents=True)
+    assert FileStore(tmp_path / "closed" / "folder" / "catalog.json").kept in ("file", "memory")
+
+
 def test_with_neither_source_nor_file_nothing_is_kept_and_that_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
