@@ -29,7 +29,7 @@ from engine.runner.cpu import CpuRunner
 from engine.sharding import WHOLE, Shard, shard_shape
 from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
-from engine.tensor_parallel.costs import LOCAL_CPUS, Batch, Sharding, choose_sharding
+from engine.tensor_parallel.costs import LOCAL_CPUS, NVLINK, Batch, GroupCost, Sharding, choose_sharding
 from engine.tensor_parallel.group import Group, GroupReader, GroupRunner
 from kernels.sgmv import Split
 
@@ -60,6 +60,7 @@ def build_core(config: EngineConfig, inbox: Inbox, reader: ImageReader | None = 
     if config.tensor_parallel_size == 1:
         return _core(config, inbox, build_rank(config), None, reader)
     # the other ranks fail as this one does, but this one tells of it
+    _check_device(config)
     spec = load_model_spec(config.model)
     shard_shape(spec.shape, Shard(0, config.tensor_parallel_size))
     config = replace(config, lora_sharding=decide_lora_sharding(config, spec))
@@ -92,8 +93,7 @@ class _RankPlan:
 
 def build_rank(config: EngineConfig, shard: Shard = WHOLE, rendezvous: str = "") -> BuiltRank:
     """Of a group, all ranks must be built at the same time; `rendezvous`: where they meet."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise InvalidRequest("this machine has no CUDA device", param="device")
+    _check_device(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     plan = _plan_rank(config, shard, rendezvous)
@@ -145,24 +145,38 @@ def _plan_rank(config: EngineConfig, shard: Shard, rendezvous: str) -> _RankPlan
     return _RankPlan(config, spec, dtype, pages, shard, comm, watch)
 
 
+def _check_device(config: EngineConfig) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise InvalidRequest("this machine has no CUDA device", param="device")
+
+
 def decide_lora_sharding(config: EngineConfig, spec: ModelSpec) -> Sharding:
     """Of a group; see engine/tensor_parallel/costs.py."""
-    if config.device == "cuda":
-        return "replicate"
     if config.lora_sharding != "auto":
         return config.lora_sharding
     num_ranks, item_bytes = config.tensor_parallel_size, _dtype(config).itemsize
     pages = plan_pages(config, spec, item_bytes, Shard(0, num_ranks))
-    assert pages.num_pages is not None
     batch = Batch(
         rows=min(config.max_num_seqs, config.max_adapters),
         rank=min(config.typical_rank, config.max_rank),
         context=min(TYPICAL_CONTEXT, pages.max_model_len),
     )
-    pool_bytes = pages.num_pages * pages.bytes
-    sharding = choose_sharding(spec.shape, num_ranks, batch, LOCAL_CPUS, item_bytes, pool_bytes)
+    if pages.num_pages is None:
+        pool_bytes = _expect_pool_bytes(config, spec, item_bytes)
+    else:
+        pool_bytes = pages.num_pages * pages.bytes
+    machine = LOCAL_CPUS if config.device == "cpu" else NVLINK
+    sharding = choose_sharding(spec.shape, num_ranks, batch, machine, item_bytes, pool_bytes)
     logger.info("lora_sharding is %s for %s", sharding, batch)
     return sharding
+
+
+def _expect_pool_bytes(config: EngineConfig, spec: ModelSpec, item_bytes: int) -> int:
+    """What the base leaves of a GPU; workspaces are measured when there is a runner."""
+    embedding = item_bytes * spec.shape.vocab_size * spec.shape.hidden_size
+    base = GroupCost.of(spec.shape, config.tensor_parallel_size, "replicate", item_bytes).base_bytes
+    total = torch.cuda.get_device_properties(0).total_memory
+    return int(config.gpu_memory_fraction * total) - base - embedding
 
 
 def _is_split(config: EngineConfig) -> bool:

@@ -74,8 +74,6 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running request decodes one token a step"
             )
-        if self.lora_sharding == "full" and self.device == "cuda":
-            raise ValueError("lora_sharding=full is for cpu groups only")
         if not 0 < self.gpu_memory_fraction <= 1:
             raise ValueError(
                 f"gpu_memory_fraction must be above 0 and at most 1, got {self.gpu_memory_fraction}"

@@ -68,12 +68,6 @@ def test_every_running_request_must_be_able_to_decode_in_one_step() -> None:
     EngineConfig("model", max_num_seqs=8, max_num_batched_tokens=8)
 
 
-def test_fully_sharded_adapters_are_refused_on_gpus() -> None:
-    with pytest.raises(ValueError, match="lora_sharding=full is for cpu groups only"):
-        EngineConfig("model", device="cuda", lora_sharding="full")
-    EngineConfig("model", device="cuda", lora_sharding="auto")
-
-
 def test_it_is_not_mutated() -> None:
     config = EngineConfig("model")
     with pytest.raises(dataclasses.FrozenInstanceError):
