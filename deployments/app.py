@@ -55,7 +55,6 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Appli
         args.metrics_port,
         args.has_rank_actors,
     )
-    num_gpus = args.tensor_parallel_size if args.device == "cuda" else 0
     router = RequestRouterConfig(
         request_router_class=ROUTER,
         request_router_kwargs=args.router.model_dump(),
@@ -76,7 +75,7 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Appli
             graceful_shutdown_timeout_s=args.graceful_shutdown_timeout_s,
             graceful_shutdown_wait_loop_s=0.2,
             max_constructor_retry_count=3,
-            ray_actor_options={"num_cpus": 1, "num_gpus": num_gpus},
+            ray_actor_options={"num_cpus": 1, "num_gpus": args.gpus_of_replica},
             logging_config=LOGGING,
         )
         .bind(engine, settings, catalog)
@@ -86,8 +85,9 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Appli
 def _placement(args: AppArgs) -> dict[str, Any]:
     if not args.has_rank_actors:
         return {}
+    rank = {"CPU": 1, "GPU": 1} if args.device == "cuda" else {"CPU": 1}
     return {
-        "placement_group_bundles": [{"CPU": 1}] * args.tensor_parallel_size,
+        "placement_group_bundles": [rank] * args.tensor_parallel_size,
         "placement_group_strategy": args.rank_placement,
     }
 

@@ -109,12 +109,6 @@ class AppArgs(BaseModel):
             raise ValueError("num_replicas is not between autoscaling's min_replicas and max_replicas")
         return self
 
-    @model_validator(mode="after")
-    def _ranks_can_be_placed(self) -> Self:
-        if self.rank_placement != "process" and self.device != "cpu":
-            raise ValueError("rank_placement is for groups on CPUs only")
-        return self
-
     @property
     def has_rank_actors(self) -> bool:
         return self.rank_placement != "process" and self.tensor_parallel_size > 1
@@ -123,6 +117,13 @@ class AppArgs(BaseModel):
     def cpus_per_replica(self) -> int:
         """Logical ones."""
         return self.tensor_parallel_size if self.has_rank_actors else 1
+
+    @property
+    def gpus_of_replica(self) -> int:
+        """Of its own process and its children: a rank that is an actor has one of its own."""
+        if self.device != "cuda":
+            return 0
+        return 1 if self.has_rank_actors else self.tensor_parallel_size
 
     @property
     def most_replicas(self) -> int:

@@ -1,7 +1,9 @@
 """The other ranks of a replica's group as Ray actors, one in each further bundle of its placement group.
 
-Rank 0 is the replica's own engine process, to which they connect (`engine.tensor_parallel.seats`). What ends
-the replica ends its placement group, and so the ranks; what ends a rank ends the engine, and so the replica.
+Rank 0 is the replica's own engine process, to which they connect (`engine.tensor_parallel.seats`). On GPUs
+each has one, the only one that Ray lets it see. All ranks number theirs alike then, which PyTorch takes for
+one GPU and shares no memory, so their sums go through NCCL even on one host. What ends the replica ends its
+placement group, and so the ranks; what ends a rank ends the engine, and so the replica.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ def start_ranks(engine: EngineConfig) -> tuple[EngineConfig, list[Any]]:
     placement_group = ray.util.get_current_placement_group()
     address = free_address(ray.util.get_node_ip_address())
     token = os.environ[TOKEN_ENV] = secrets.token_hex(32)  # the engine process inherits it
+    gpus = 1 if engine.device == "cuda" else 0
     actors = []
     for rank in range(1, engine.tensor_parallel_size):
         bundle = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=rank)
-        actor = ray.remote(RankActor).options(num_cpus=1, scheduling_strategy=bundle).remote()
+        options = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": bundle}
+        actor = ray.remote(RankActor).options(**options).remote()
         actor.run.remote(address, token, rank)
         actors.append(actor)
     return replace(engine, rank_address=address), actors

@@ -1,4 +1,4 @@
-"""A group whose ranks are Ray actors on two nodes: tokens of one process; replaced when one is lost."""
+"""Ranks as Ray actors on two nodes: tokens of one process, replaced when one is lost; their GPUs."""
 
 from __future__ import annotations
 
@@ -142,3 +142,53 @@ def test_ranks_on_two_nodes_give_the_tokens_of_one_process_and_are_replaced(
     assert running.result(timeout_s=10)[1] is not None
     nodes.append(ray_cluster.add_node(**NODE))
     assert group.texts() == expected
+
+
+class RankWithoutEngine:
+    def run(self, address: str, token: str, rank: int) -> tuple[str, str]:
+        return visible_gpus()
+
+
+class Replica:
+    """Starts ranks as an engine's replica does, and asks what they see."""
+
+    def start(self, engine: EngineConfig) -> list[tuple[str, str]]:
+        import ray
+
+        from deployments import rank_actors
+
+        rank_actors.RankActor = RankWithoutEngine  # type: ignore[assignment, misc]
+        _, ranks = rank_actors.start_ranks(engine)
+        return [visible_gpus(), *ray.get([rank.run.remote("", "", 0) for rank in ranks])]
+
+
+def visible_gpus() -> tuple[str, str]:
+    """The node, and which of its GPUs this process may use."""
+    import ray
+
+    return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_each_rank_on_gpus_sees_one_of_its_own(ray_cluster: Any) -> None:
+    """Ray hands out as many as a node says it has: two here and one there, though there is none."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from deployments.app import engine_application
+    from deployments.config import AppArgs
+    from deployments.engine_replica import ENGINE_CLIENT
+
+    args = AppArgs(model="x", device="cuda", tensor_parallel_size=3, rank_placement="PACK")
+    deployment = engine_application(args, None, ENGINE_CLIENT)._bound_deployment
+    asked = deployment._replica_config
+    nodes = [ray_cluster.add_node(**NODE | {"num_cpus": gpus, "num_gpus": gpus}) for gpus in (2, 1)]
+    group = placement_group(asked.placement_group_bundles, asked.placement_group_strategy)
+    first = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    replica = ray.remote(Replica).options(**deployment.ray_actor_options, scheduling_strategy=first).remote()
+    seen = ray.get(replica.start.remote(args.engine_config()), timeout=60)
+    assert len(set(seen)) == 3
+    assert sorted(gpus for _, gpus in seen) == ["0", "0", "1"]
+    remove_placement_group(group)
+    for node in nodes:
+        ray_cluster.remove_node(node)

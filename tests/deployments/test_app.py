@@ -4,17 +4,39 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import pytest
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve.api import Application
 
-from deployments.app import build
+from deployments.app import build, engine_application
+from deployments.config import AppArgs
+from deployments.engine_replica import ENGINE_CLIENT
 
 
 def test_serve_run_can_pass_arguments_as_strings() -> None:
     """`serve run deployments.app:build model=... num_replicas=2`: Serve validates by the annotation."""
     application = call_user_app_builder_with_args_if_necessary(build, {"model": "m", "num_replicas": "2"})
     assert isinstance(application, Application)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "bundles"),
+    [
+        ({}, 0, None),
+        ({"device": "cuda"}, 4, None),
+        ({"rank_placement": "PACK"}, 0, [{"CPU": 1}] * 4),
+        ({"device": "cuda", "rank_placement": "PACK"}, 1, [{"CPU": 1, "GPU": 1}] * 4),
+    ],
+)
+def test_a_replica_asks_for_the_gpus_of_its_ranks(
+    settings: dict[str, Any], gpus: int, bundles: list[dict[str, int]] | None
+) -> None:
+    args = AppArgs(model="m", tensor_parallel_size=4, **settings)
+    deployment = engine_application(args, None, ENGINE_CLIENT)._bound_deployment
+    assert deployment.ray_actor_options["num_gpus"] == gpus
+    assert deployment._replica_config.placement_group_bundles == bundles
 
 
 def test_the_catalog_does_not_import_torch() -> None:

@@ -76,9 +76,12 @@ def test_the_example_config_is_valid() -> None:
     assert AppArgs(**application["args"]).model_names() == ("qwen",)
 
 
-def test_ranks_may_be_actors_of_groups_on_cpus() -> None:
+def test_ranks_may_be_actors_with_a_cpu_and_on_gpus_a_gpu_each() -> None:
     args = AppArgs(model="x", tensor_parallel_size=2, rank_placement="STRICT_PACK")
-    assert (args.has_rank_actors, args.cpus_per_replica) == (True, 2)
+    assert (args.has_rank_actors, args.cpus_per_replica, args.gpus_of_replica) == (True, 2, 0)
     assert not AppArgs(model="x", rank_placement="STRICT_PACK").has_rank_actors
-    with pytest.raises(ValidationError, match="rank_placement is for groups on CPUs only"):
-        AppArgs(model="x", device="cuda", tensor_parallel_size=2, rank_placement="STRICT_PACK")
+    for placement, gpus in (("process", 4), ("STRICT_PACK", 1)):
+        args = AppArgs.model_validate(
+            {"model": "x", "device": "cuda", "tensor_parallel_size": 4, "rank_placement": placement}
+        )
+        assert args.gpus_of_replica == gpus
