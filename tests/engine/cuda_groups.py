@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.config import Dtype
+from engine.config import Dtype, LoraSharding
 from engine.request import RequestOutput
 from engine.tensor_parallel.group import GroupRunner
 
@@ -29,17 +29,25 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """Of an engine."""
+
+    dtype: Dtype
+    lora_sharding: LoraSharding = "replicate"
+
+
+@dataclass(frozen=True, slots=True)
 class Answers:
     greedy: list[RequestOutput]
     sampled: list[RequestOutput]
     has_peers: bool  # sums go through memory that the GPUs share
 
 
-def run(case: Case, dtype: Dtype, world: int) -> Answers:
+def run(case: Case, settings: Settings, world: int) -> Answers:
     engine = Engine(
         EngineConfig(
-            model=str(case.base), device="cuda", dtype=dtype, num_pages=300, max_num_seqs=8, max_rank=24,
-            tensor_parallel_size=world, lora_sharding="replicate",
+            model=str(case.base), device="cuda", dtype=settings.dtype, num_pages=300, max_num_seqs=8,
+            max_rank=24, tensor_parallel_size=world, lora_sharding=settings.lora_sharding,
         )
     )  # fmt: skip
     try:
@@ -52,11 +60,11 @@ def run(case: Case, dtype: Dtype, world: int) -> Answers:
 
 
 @contextmanager
-def groups_of_two(case: Case, dtypes: Sequence[Dtype]) -> Iterator[Connection]:
+def groups_of_two(case: Case, groups: Sequence[Settings]) -> Iterator[Connection]:
     """In a process of their own, one after the other; each one's answers come here."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run_groups, args=(theirs, case, dtypes))
+    process = context.Process(target=_run_groups, args=(theirs, case, groups))
     process.start()
     theirs.close()  # so that its death is the end of the stream
     try:
@@ -67,9 +75,9 @@ def groups_of_two(case: Case, dtypes: Sequence[Dtype]) -> Iterator[Connection]:
         ours.close()
 
 
-def _run_groups(answers: Connection, case: Case, dtypes: Sequence[Dtype]) -> None:
-    for dtype in dtypes:
-        answers.send(run(case, dtype, world=2))
+def _run_groups(answers: Connection, case: Case, groups: Sequence[Settings]) -> None:
+    for settings in groups:
+        answers.send(run(case, settings, world=2))
 
 
 def _has_peers(engine: Engine) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from engine.config import Dtype
 from engine.request import RequestOutput
-from tests.engine.cuda_groups import Answers, Case, groups_of_two, run
+from tests.engine.cuda_groups import Answers, Case, Settings, groups_of_two, run
 from tests.engine.peft_reference import PeftReference, chosen
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
@@ -23,8 +23,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "r8-down": {"rank": 8, "targets": ["down_proj"]},
     "r24-all": {"rank": 24, "targets": ALL_LINEAR},
 }
-PROCESSES: tuple[tuple[Dtype, ...], ...] = (("float32", "bfloat16"), ("bfloat16",))
-"""What the groups of a process compute in, one after the other."""
+PROCESSES = {
+    "float32": (Settings("float32"), Settings("bfloat16")),
+    "bfloat16": (Settings("bfloat16"), Settings("float32", "full")),
+}
+"""The groups of a process, one after the other; its name is that of the first."""
 ANSWER_TIMEOUT_S = 120.0
 
 
@@ -49,37 +52,35 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.fixture(scope="module")
-def groups(case: Case) -> Iterator[dict[tuple[Dtype, ...], Connection]]:
+def processes(case: Case) -> Iterator[dict[str, Connection]]:
     """All at once: most of their time is spent on the CPU, starting."""
     with ExitStack() as stack:
-        yield {dtypes: stack.enter_context(groups_of_two(case, dtypes)) for dtypes in PROCESSES}
+        yield {name: stack.enter_context(groups_of_two(case, groups)) for name, groups in PROCESSES.items()}
 
 
 @pytest.fixture(scope="module")
-def alone(case: Case, groups: dict[tuple[Dtype, ...], Connection]) -> dict[Dtype, Answers]:
-    return {dtype: run(case, dtype, world=1) for dtype in ("float32", "bfloat16")}
-
-
-@pytest.mark.parametrize("dtypes", PROCESSES, ids="-then-".join)
-def test_two_ranks_equal_one(
-    case: Case,
-    groups: dict[tuple[Dtype, ...], Connection],
-    alone: dict[Dtype, Answers],
-    dtypes: tuple[Dtype, ...],
-) -> None:
-    """FR-38, FR-45. A second group in a process cannot share memory, so NCCL sums for it."""
-    for i, dtype in enumerate(dtypes):
-        assert groups[dtypes].poll(ANSWER_TIMEOUT_S), f"no answer in {dtype}"
-        answers: Answers = groups[dtypes].recv()
-        check(case, dtype, answers.greedy)
-        if dtype == "float32":
-            assert [o.token_ids for o in answers.sampled] == [o.token_ids for o in alone[dtype].sampled]
-        assert answers.has_peers == (i == 0 and torch.cuda.device_count() > 1)
+def alone(case: Case, processes: dict[str, Connection]) -> dict[Dtype, Answers]:
+    """Meanwhile."""
+    return {dtype: run(case, Settings(dtype), world=1) for dtype in ("float32", "bfloat16")}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_rank_gives_the_same(case: Case, alone: dict[Dtype, Answers], dtype: Dtype) -> None:
+def test_one_rank_gives_the_tokens_of_peft(case: Case, alone: dict[Dtype, Answers], dtype: Dtype) -> None:
     check(case, dtype, alone[dtype].greedy)
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_two_ranks_equal_one(
+    case: Case, processes: dict[str, Connection], alone: dict[Dtype, Answers], name: str
+) -> None:
+    """FR-38, FR-45. A second group of a process cannot share memory, so NCCL sums for it."""
+    for i, settings in enumerate(PROCESSES[name]):
+        assert processes[name].poll(ANSWER_TIMEOUT_S), f"no answer in {settings}"
+        answers: Answers = processes[name].recv()
+        check(case, settings.dtype, answers.greedy)
+        if settings.dtype == "float32":
+            assert [o.token_ids for o in answers.sampled] == [o.token_ids for o in alone["float32"].sampled]
+        assert answers.has_peers == (i == 0 and torch.cuda.device_count() > 1), settings
 
 
 def check(case: Case, dtype: Dtype, outputs: list[RequestOutput]) -> None:
