@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from kernels.all_reduce.triton import PeerBuffers, split_symmetric, symmetric_bytes
+from kernels.all_reduce.triton import EMPTY, PeerBuffers, split_symmetric, symmetric_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +78,10 @@ def _are_on_one_host(device: torch.device) -> bool:
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Zeros that can be shared."""
+    """Memory that can be shared, EMPTY."""
     if _first_group is not None and _first_group() is not dist.group.WORLD:
         raise RuntimeError("this process has shared memory in another group before")
-    return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+    return symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).fill_(EMPTY)
 
 
 def _exchange(own: torch.Tensor) -> tuple[object, list[torch.Tensor]]:

@@ -1,12 +1,13 @@
 """One-shot all-reduce over NVLink with residual add and RMSNorm in one launch, for a step's few rows.
 
-Every rank writes its part of a row into all others' memory, raises a flag there, waits for the others'
-flags and sums: one trip over the link, where a ring or a reduce-scatter takes several. From each rank N - 1
-times the row crosses the link, so that large inputs are NCCL's. After the one-shot algorithm of the custom
-all-reduces of TensorRT-LLM and vLLM; they read the others' memory, which is a round trip more.
+Every rank writes its part of a row into all others' memory, waits until theirs are in its own, and sums: one
+trip over the link, where a ring or a reduce-scatter takes several. From each rank N - 1 times the row crosses
+the link, so that large inputs are NCCL's. There are no flags: an element that has not come yet is EMPTY, and
+whoever has read it makes it so again. So nobody waits for a fence between values and flag, and no value is
+read twice. After the one-shot algorithm of TensorRT-LLM's all-reduce, which calls such buffers Lamport's.
 
 There are two sets of buffers, for calls in turn. A set is written again by the call after the next; a rank
-that is there has ended the call in between, so it had all flags of that call, so every other rank had begun
+that is there has ended the call in between, so it had all parts of that call, so every other rank had begun
 it, and had ended the one that read this set. Hence no barrier at the end.
 """
 
@@ -19,7 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.rms_norm.triton import norm_row
+
 NUM_SETS = 2
+EMPTY = 0xFF
+"""Every byte of an element that has not come. As a number it is one NaN of many, and sent as another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +32,12 @@ class PeerBuffers:
     """Of one set, memory of all ranks as this one sees it: what a rank is sent, and by whom."""
 
     rank: int
-    rows: tuple[torch.Tensor, ...]  # of each rank: [ranks, most rows, H]
-    flags: tuple[torch.Tensor, ...]  # of each rank: int32 [ranks, most rows], zero between calls
+    rows: tuple[torch.Tensor, ...]  # of each rank: [ranks, most rows, H], EMPTY between calls
     owner: object = None  # of the memory, where the tensors do not own it
 
     @property
     def max_rows(self) -> int:
-        return self.flags[0].shape[1]
+        return self.rows[0].shape[1]
 
 
 def all_reduce_add_rms_norm(
@@ -71,7 +75,6 @@ def all_reduce_add_rms_norm(
         weight,
         out,
         peers.rows,
-        peers.flags,
         peers.max_rows,
         width,
         eps,
@@ -94,21 +97,15 @@ def split_symmetric(
     dtype: torch.dtype,
     owner: object = None,
 ) -> tuple[PeerBuffers, PeerBuffers]:
-    """The sets in the ranks' symmetric memory, uint8 [symmetric_bytes(...)] each, zeroed by its owner."""
-    world = len(tensors)
-    sets = []
-    for chunks in zip(*(tensor.chunk(NUM_SETS) for tensor in tensors), strict=True):
-        size = world * max_rows * width * dtype.itemsize
-        rows = tuple(chunk[:size].view(dtype).view(world, max_rows, width) for chunk in chunks)
-        flags = tuple(chunk[size:].view(torch.int32).view(world, max_rows) for chunk in chunks)
-        sets.append(PeerBuffers(rank, rows, flags, owner))
-    first, second = sets
-    return first, second
+    """The sets in the ranks' symmetric memory, uint8 [symmetric_bytes(...)] each, made EMPTY by its owner."""
+    shape = (NUM_SETS, len(tensors), max_rows, width)
+    first, second = zip(*(tensor.view(dtype).view(shape) for tensor in tensors), strict=True)
+    return PeerBuffers(rank, first, owner), PeerBuffers(rank, second, owner)
 
 
 def symmetric_bytes(world: int, max_rows: int, width: int, dtype: torch.dtype) -> int:
     """That each rank has to share."""
-    return NUM_SETS * world * max_rows * (width * dtype.itemsize + torch.int32.itemsize)
+    return NUM_SETS * world * max_rows * width * dtype.itemsize
 
 
 @triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -120,7 +117,6 @@ def _all_reduce_kernel(
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
     rows_ptrs: tl.tuple,
-    flags_ptrs: tl.tuple,
     max_rows: tl.tensor,
     width: tl.tensor,
     eps: tl.tensor,
@@ -132,6 +128,8 @@ def _all_reduce_kernel(
 ) -> None:
     """One row a program; only programs of the same row wait for each other."""
     dtype = residual_ptr.dtype.element_ty
+    bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
+    empty: tl.constexpr = -1
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -144,30 +142,25 @@ def _all_reduce_kernel(
         delta_width = tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
         delta = tl.load(delta_ptr + at, mask=columns < delta_width, other=0.0)
         own = (own.to(tl.float32) + delta.to(tl.float32)).to(dtype)
-    mine = RANK * max_rows + row
+    mine = own.to(bits, bitcast=True)
+    mine = tl.where(mine == empty, tl.full([BLOCK], (1 << (dtype.primitive_bitwidth - 1)) - 1, bits), mine)
+    sent = mine.to(dtype, bitcast=True)
+    to = (RANK * max_rows + row).to(tl.int64) * width + columns
     for peer in tl.static_range(WORLD):
         if peer != RANK:
-            tl.store(rows_ptrs[peer] + mine.to(tl.int64) * width + columns, own, mask=inside)
-    tl.debug_barrier()  # one thread's release tells of all threads' stores
-    for peer in tl.static_range(WORLD):
-        if peer != RANK:
-            tl.atomic_xchg(flags_ptrs[peer] + mine, 1, sem="release", scope="sys")
+            tl.store(rows_ptrs[peer] + to, sent, mask=inside)
     values = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for peer in tl.static_range(WORLD):
         if peer == RANK:
             total += own.to(tl.float32)
         else:
-            theirs = peer * max_rows + row
-            while tl.atomic_cas(flags_ptrs[RANK] + theirs, 1, 0, sem="acquire", scope="sys") != 1:
-                pass
-            tl.debug_barrier()  # and one thread's acquire is for all threads' loads
-            part = tl.load(
-                rows_ptrs[RANK] + theirs.to(tl.int64) * width + columns, mask=inside, other=0.0, volatile=True
-            )
+            theirs = rows_ptrs[RANK] + (peer * max_rows + row).to(tl.int64) * width + columns
+            part = tl.load(theirs, mask=inside, other=0.0, volatile=True)
+            while tl.max((part.to(bits, bitcast=True) == empty).to(tl.int32), axis=0) != 0:
+                part = tl.load(theirs, mask=inside, other=0.0, volatile=True)
+            tl.store(theirs, tl.full([BLOCK], empty, bits).to(dtype, bitcast=True), mask=inside)
             total += part.to(tl.float32)
     values = (values + total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     tl.store(residual_ptr + at, values.to(dtype), mask=inside)
-    inverse_rms = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
-    normed = (values * inverse_rms).to(dtype).to(tl.float32)
-    tl.store(out_ptr + at, (weight * normed).to(dtype), mask=inside)
+    tl.store(out_ptr + at, norm_row(values, weight, width, eps, dtype), mask=inside)

@@ -113,6 +113,14 @@ def _rms_norm_kernel(
             added = (added + delta).to(dtype).to(tl.float32)
         values = (values + added).to(dtype).to(tl.float32)
         tl.store(rows_ptr + at, values.to(dtype), mask=inside)
+    tl.store(out_ptr + at, norm_row(values, weight, width, eps, dtype), mask=inside)
+
+
+@triton.jit
+def norm_row(
+    values: tl.tensor, weight: tl.tensor, width: tl.tensor, eps: tl.tensor, DTYPE: tl.constexpr
+) -> tl.tensor:
+    """Of one row, in float32 with zeros past `width`, -> in DTYPE, rounded after each step."""
     inverse_rms = tl.rsqrt(tl.sum(values * values, axis=0) / width + eps)
-    normed = (values * inverse_rms).to(dtype).to(tl.float32)
-    tl.store(out_ptr + at, (weight * normed).to(dtype), mask=inside)
+    normed = (values * inverse_rms).to(DTYPE).to(tl.float32)
+    return (weight * normed).to(DTYPE)

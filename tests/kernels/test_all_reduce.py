@@ -11,6 +11,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from kernels.all_reduce.reference import all_reduce_add_rms_norm as reference
 from kernels.all_reduce.triton import (
+    EMPTY,
     NUM_SETS,
     PeerBuffers,
     all_reduce_add_rms_norm,
@@ -63,7 +64,7 @@ def make_calls(world: int, width: int, dtype: torch.dtype) -> list[Call]:
 def shared_sets(world: int, max_rows: int, width: int) -> list[tuple[PeerBuffers, PeerBuffers]]:
     """Of each rank, in float32, in memory that forked processes share."""
     nbytes = symmetric_bytes(world, max_rows, width, torch.float32)
-    memory = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(world)]
+    memory = [torch.full((nbytes,), EMPTY, dtype=torch.uint8) for _ in range(world)]
     for tensor in memory:
         tensor.share_memory_()  # type: ignore[no-untyped-call]
     return [split_symmetric(memory, rank, max_rows, width, torch.float32) for rank in range(world)]
@@ -80,7 +81,7 @@ def check(call: Call, residual: torch.Tensor, out: torch.Tensor) -> None:
 def test_ranks_in_processes_equal_the_reference(world: int) -> None:
     sets = shared_sets(world, MAX_ROWS, 200)
     start_processes(_run_rank, (sets,), nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
-    assert all(int(flags.abs().sum()) == 0 for peers in sets[0] for flags in peers.flags)
+    assert all(bool((rows.view(torch.uint8) == EMPTY).all()) for peers in sets[0] for rows in peers.rows)
 
 
 def _run_rank(rank: int, sets: list[tuple[PeerBuffers, PeerBuffers]]) -> None:
@@ -95,7 +96,7 @@ def _run_rank(rank: int, sets: list[tuple[PeerBuffers, PeerBuffers]]) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_in_streams_equal_the_reference(world: int, width: int, dtype: torch.dtype) -> None:
     nbytes = symmetric_bytes(world, MAX_ROWS, width, dtype)
-    memory = [torch.zeros(nbytes, dtype=torch.uint8, device="cuda") for _ in range(world)]
+    memory = [torch.full((nbytes,), EMPTY, dtype=torch.uint8, device="cuda") for _ in range(world)]
     sets = [split_symmetric(memory, rank, MAX_ROWS, width, dtype) for rank in range(world)]
     calls = make_calls(world, width, dtype)
     streams = [torch.cuda.Stream() for _ in range(world)]  # type: ignore[no-untyped-call]
@@ -107,11 +108,10 @@ def test_ranks_in_streams_equal_the_reference(world: int, width: int, dtype: tor
             call = warm[has_delta]._replace(
                 ys=warm[has_delta].ys * world, deltas=warm[has_delta].deltas * world
             )
-            flags = sets[rank][0].flags[rank]
-            flags.fill_(1)  # as if all others had been here
+            sets[rank][0].rows[rank].zero_()  # as if all others had been here
             call.run(rank, sets[rank][0])
             for others in memory:
-                others.zero_()
+                others.fill_(EMPTY)
     torch.cuda.synchronize()
     for i, call in enumerate(calls):
         results.append([])
