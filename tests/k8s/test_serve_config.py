@@ -40,16 +40,19 @@ def test_serve_and_we_accept_it(scenario: str) -> None:
 
 
 @each_scenario
-def test_a_pod_is_one_replica(scenario: str) -> None:
+def test_pods_are_as_large_as_the_replica_in_them(scenario: str) -> None:
+    """`numOfHosts` pods are one replica, where its ranks are actors."""
     args, group = AppArgs(**app_args(scenario)), worker_group(scenario)
     (ray,) = group["template"]["spec"]["containers"]
     limits = ray["resources"]["limits"]
     assert limits == ray["resources"]["requests"]
+    hosts = group["numOfHosts"]
+    assert hosts == 1 or args.has_rank_actors
     gpus = args.tensor_parallel_size if args.device == "cuda" else 0
-    assert int(limits.get("nvidia.com/gpu", 0)) == gpus
+    assert hosts * int(limits.get("nvidia.com/gpu", 0)) == gpus
     assert group["replicas"] == args.num_replicas
-    assert group["numOfHosts"] == 1
-    host_cache = args.engine_config().host_cache_bytes
+    # each rank keeps its part of what the first one keeps
+    host_cache = args.engine_config().host_cache_bytes * args.tensor_parallel_size / hosts
     assert host_cache < (int(limits["memory"].removesuffix("Gi")) << 30) / 2
 
 
@@ -84,7 +87,7 @@ def test_overlays_repeat_the_base_but_for_what_they_are_for(scenario: str) -> No
     args, expected = app_args(scenario), app_args("base")
     assert args.get("metrics_port") == expected["metrics_port"]
     assert args["graceful_shutdown_timeout_s"] == expected["graceful_shutdown_timeout_s"]
-    if not scenario.endswith(("tp2", "tp8", "cpu")):
+    if not scenario.endswith(("tp2", "tp8", "multi-host", "cpu")):
         assert {k: v for k, v in args.items() if k != "autoscaling"} == expected
 
 
