@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from engine.adapters.layout import RowsOf, all_rows
 from engine.config import EngineConfig
 from engine.request import GenerateRequest
 from engine.runner.cuda import CudaRunner
@@ -104,12 +105,13 @@ class Bench:
         case: Case,
         shape: ModelShape = SHAPE,
         num_pages: int = NUM_PAGES,
+        rows_of: RowsOf = all_rows,
     ) -> None:
-        """`shape`: of this rank's part of the model."""
+        """`shape`: of this rank's part of the model. `rows_of`: what it holds of adapters."""
         self.case = case
         self._names = [f"{case.name}/{i}" for i in range(len(case.ranks))]
         ranks = dict(zip(self._names, case.ranks, strict=True))
-        self._engine = RandomEngine(runner, config, num_pages, MAX_MODEL_LEN, ranks, shape)
+        self._engine = RandomEngine(runner, config, num_pages, MAX_MODEL_LEN, ranks, shape, rows_of=rows_of)
         self.core = self._engine.core
         self._engine.read(self._names)
         self._num_runs = 0

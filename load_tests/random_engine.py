@@ -11,7 +11,7 @@ import torch
 
 from engine.adapters.host_memory import HostArena
 from engine.adapters.image import AdapterImage
-from engine.adapters.layout import make_layout
+from engine.adapters.layout import RowsOf, all_rows, make_layout
 from engine.adapters.loader import AdapterLoader, LoadResult
 from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
@@ -40,13 +40,14 @@ class HostLoader:
 
     ranks: dict[str, int]
     shape: ModelShape
+    rows_of: RowsOf = all_rows
     done: list[LoadResult] = field(default_factory=list)
     _images: dict[int, AdapterImage] = field(default_factory=dict)
 
     def submit(self, ref: AdapterRef) -> None:
         rank = self.ranks[ref.name]
         if rank not in self._images:
-            self._images[rank] = random_image(rank, self.shape)
+            self._images[rank] = random_image(rank, self.shape, self.rows_of)
         # equal bytes under another digest: pages of their own in the pool
         self.done.append(LoadResult(ref, replace(self._images[rank], digest=ref.name), None, 0.0))
 
@@ -57,7 +58,10 @@ class HostLoader:
 
 
 class RandomEngine:
-    """Adapters are all-linear; `ranks`: of each name. `make_loader`: what reads them, from `source`/name."""
+    """Adapters are all-linear; `ranks`: of each name. `make_loader`: what reads them, from `source`/name.
+
+    `rows_of`: what this rank of a group holds of random ones.
+    """
 
     def __init__(
         self,
@@ -69,12 +73,13 @@ class RandomEngine:
         shape: ModelShape = SHAPE,
         make_loader: Callable[[Inbox], AdapterLoader] | None = None,
         source: str = "random:/",
+        rows_of: RowsOf = all_rows,
     ) -> None:
         page_bytes = shape.page_elems(PAGE_TOKENS) * 2
         geometry = Geometry(num_pages, PAGE_TOKENS, page_bytes, max_model_len, SHAPE.vocab_size, ())
         inbox: Inbox = queue.SimpleQueue()
         self._source = source
-        self._host = HostLoader(dict(ranks), shape)
+        self._host = HostLoader(dict(ranks), shape, rows_of)
         self.loader = self._host if make_loader is None else make_loader(inbox)
         manager = AdapterManager(self.loader, config.host_cache_bytes, len(ranks) or 1)
         self.core = EngineCore(config, geometry, runner, manager, time.monotonic)
@@ -108,16 +113,18 @@ class RandomEngine:
         return AdapterRef(name, f"{self._source}/{name}", name)
 
 
-def random_image(rank: int, shape: ModelShape = SHAPE) -> AdapterImage:
+def random_image(rank: int, shape: ModelShape = SHAPE, rows_of: RowsOf = all_rows) -> AdapterImage:
+    """Each page holds the same numbers: drawing them anew would take seconds at large ranks."""
     ranks = {(i, p): rank for i in range(shape.num_layers) for p in range(NUM_PROJECTIONS)}
-    layout = make_layout(shape, ranks, shape.page_elems(PAGE_TOKENS))
+    layout = make_layout(shape, ranks, shape.page_elems(PAGE_TOKENS), rows_of)
     offsets = torch.full((shape.num_layers, NUM_PROJECTIONS, 2, -(-rank // 16)), -1, dtype=torch.int64)
     for tile in layout.tiles:
         offsets[tile.layer, tile.projection, tile.side, tile.block] = tile.offset
     arena = HostArena(shape.page_elems(PAGE_TOKENS), torch.bfloat16, is_pinned=True)
     pages = arena.take(layout.num_pages)
+    numbers = torch.empty_like(pages[0]).normal_(0.0, 0.02)
     for page in pages:
-        page.normal_(0.0, 0.02)
+        page.copy_(numbers)
     modules = (shape.num_layers, NUM_PROJECTIONS)
     return AdapterImage(
         digest="",

@@ -1,6 +1,7 @@
 """Decode on a group of GPUs against one GPU, with and without adapters.
 
-    python -m load_tests.tensor_parallel_bench --world 2 [--model 70b] [--out load_tests/results]
+    python -m load_tests.tensor_parallel_bench --world 2 [--out load_tests/results]
+        [--model 70b] [--only cases | shardings]
 
 Model: Llama-3-8B shape, bf16, random weights, all-linear adapters, each rank with its part. Every rank runs
 the same engine over the same requests, so plans need not be sent (that takes rank 0 about 0.1 ms a step
@@ -10,11 +11,17 @@ beside its GPU). One GPU first, then the group, on one machine. Llama-3-70B shap
   sum       of one row-parallel linear over the ranks, with residual add and RMSNorm, from a graph of 64:
             kernels.all_reduce, and NCCL with a launch for the rest
   sums      launches of either kind in a decode step of batch 64, from a trace
+  replicate, full: tpot with 64 distinct adapters of one rank by lora_sharding, and LoRA's share of it, which
+            is what it is above the tpot without adapters
+  exchange  of what lies between A and B, fully sharded, 64 rows, from a graph of 64
+
+Rows appear on stderr as they are measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -22,72 +29,52 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
-from engine.model.spec import local_spec
-from engine.runner.cuda import CudaRunner
-from engine.sharding import Shard, shard_shape
-from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join
+from engine.sharding import Shard
 from kernels.all_reduce.bench import measure as measure_sum
-from load_tests.engine_bench import CASES, MAX_MODEL_LEN, NUM_ADAPTERS, Bench, Case
-from load_tests.random_engine import PAGE_TOKENS, SPEC, SPEC_70B, random_weights
+from load_tests.engine_bench import CASES, Bench
+from load_tests.random_engine import SPEC, SPEC_70B
+from load_tests.tensor_parallel_rank import Model, Rank, Row, Rows, tpot_ms
+from load_tests.tensor_parallel_shardings import measure_shardings
 
 BATCHES = (1, 8, 64, 256)
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    spec: Any
-    num_pages: int
-    cases: Sequence[Case]
-    batches: Sequence[int]
-    fits_one: bool
-
+PARTS = ("cases", "shardings")
 
 MODELS = {
-    "8b": Model(SPEC, 24_000, CASES, BATCHES, fits_one=True),
-    "70b": Model(SPEC_70B, 9_000, (CASES[0], CASES[3]), (64,), fits_one=False),
+    "8b": Model(SPEC, 24_000, CASES, BATCHES, True, (((16, 64), 24_000), ((256,), 60_000))),
+    "70b": Model(SPEC_70B, 9_000, (CASES[0], CASES[3]), (64,), False, ()),
 }
 
 
-def run_rank(model: Model, rank: int, world: int, rendezvous: str) -> list[Row]:
-    rows: list[Row] = []
-    comm: Comm = ALONE
-    if world > 1:
-        join(rank, world, rendezvous, "cuda")
+def run_rank(model: Model, shard: Shard, rendezvous: str, parts: Sequence[str]) -> Rows:
+    rows = Rows()
+    rank = Rank.start(model, shard, rendezvous)
+    if "cases" in parts:
+        measure_cases(rank, rows)
+    if shard.world > 1 and "shardings" in parts:
+        measure_shardings(rank, rows)
+    return rows
+
+
+def measure_cases(rank: Rank, rows: Rows) -> None:
+    is_group = rank.shard.world > 1
+    if is_group:
         for batch in BATCHES:
             fused, nccl = measure_sum(batch)
-            rows.append(_row("sum over ranks", f"{batch} rows", fused, "us"))
-            rows.append(_row("sum over ranks by NCCL", f"{batch} rows", nccl, "us"))
-        vocab = [len(shard_shape(model.spec.shape, Shard(r, world)).vocab) for r in range(world)]
-        comm = Ranks(vocab)
-    shard = Shard(rank, world)
-    shape = shard_shape(model.spec.shape, shard).local
-    config = EngineConfig(
-        model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
-        max_adapters=NUM_ADAPTERS, host_cache_bytes=64 << 30, prefix_cache=False, fairness="arrival",
-    )  # fmt: skip
-    weights = random_weights(shard, model.spec.shape)
-    runner = CudaRunner(
-        local_spec(model.spec, shard), weights, config, model.num_pages, PAGE_TOKENS, MAX_MODEL_LEN, comm
-    )
-    runner.warm_up()
-    # every rank must start copies in the same steps: estimates of time must not decide
-    runner.copy_bytes_per_s = float("inf")
-    for case in model.cases:
-        bench = Bench(runner, config, case, shape, model.num_pages)
-        bench.run(64, 64, 8)  # adapters into the pool
-        for batch in model.batches:
-            ms = (bench.run(batch, 64, 144) - bench.run(batch, 64, 16)) / 128 * 1e3
-            rows.append(_row(case.name, f"tpot, batch {batch}", ms, "ms"))
-        rows.append(_row(case.name, "sums a step", _sums_a_step(bench), ""))
-    return rows
+            rows.add("sum over ranks", f"{batch} rows", fused, "us")
+            rows.add("sum over ranks by NCCL", f"{batch} rows", nccl, "us")
+    config = rank.config(max_num_seqs=256, max_rank=64)
+    runner = rank.runner(config, rank.model.num_pages)
+    for case in rank.model.cases:
+        bench = rank.bench(runner, config, case, rank.model.num_pages)
+        for batch in rank.model.batches:
+            rows.add(case.name, f"tpot, batch {batch}", tpot_ms(bench, batch), "ms")
+        if is_group:
+            rows.add(case.name, "sums a step", _sums_a_step(bench), "")
+    rank.wait_for_others()
 
 
 def _sums_a_step(bench: Bench) -> float:
@@ -105,15 +92,12 @@ def _sums_a_step(bench: Bench) -> float:
     return sums / num_steps
 
 
-def _row(case: str, metric: str, value: float, unit: str) -> Row:
-    return {"case": case, "metric": metric, "value": value, "unit": unit}
-
-
-def run_group(name: str, world: int) -> list[Row]:
+def run_group(name: str, world: int, parts: Sequence[str]) -> list[Row]:
     """Each rank in a process of its own; rank 0's rows."""
     with tempfile.TemporaryDirectory() as directory:
         rows = Path(directory) / "rows.json"
-        command = [sys.executable, "-m", "load_tests.tensor_parallel_bench", "--model", name]
+        command = [sys.executable, "-m", "load_tests.tensor_parallel_bench"]
+        command += ["--model", name, "--only", *parts]
         ranks = [
             subprocess.Popen(
                 [*command, "--world", str(world), "--rank", str(rank), "--directory", directory],
@@ -133,10 +117,14 @@ def run_group(name: str, world: int) -> list[Row]:
         return result
 
 
-def report(name: str, rows: list[Row], alone: list[Row], world: int, out: Path | None) -> None:
+def report(
+    name: str, rows: list[Row], alone: list[Row], world: int, parts: Sequence[str], out: Path | None
+) -> None:
     one_gpu = {(row["case"], row["metric"]): row["value"] for row in alone}
     conditions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     command = f"python -m load_tests.tensor_parallel_bench --world {world} --model {name}"
+    if parts != PARTS:
+        command += f" --only {' '.join(parts)}"
     lines = [
         f"# Llama-3-{name.upper()} shape, tensor parallel on {world} H200",
         "",
@@ -154,7 +142,8 @@ def report(name: str, rows: list[Row], alone: list[Row], world: int, out: Path |
         lines.append(f"| {' | '.join(cells)} |")
     print("\n".join(lines), flush=True)
     if out is not None:
-        stem = f"h200_tp{world}" + ("" if name == "8b" else f"_{name}")
+        named = ([] if name == "8b" else [name], [] if parts == PARTS else parts)
+        stem = "_".join([f"h200_tp{world}", *itertools.chain(*named)])
         result = {"command": command, "conditions": conditions, "rows": rows}
         (out / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n")
         (out / f"{stem}.md").write_text("\n".join(lines) + "\n")
@@ -164,18 +153,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--model", choices=MODELS, default="8b")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    model = MODELS[args.model]
+    model, parts = MODELS[args.model], tuple(args.only)
     if args.rank is not None:
-        rows = run_rank(model, args.rank, args.world, str(args.directory / "rendezvous"))
+        shard = Shard(args.rank, args.world)
+        rows = run_rank(model, shard, str(args.directory / "rendezvous"), parts)
         if args.rank == 0:
             (args.directory / "rows.json").write_text(json.dumps(rows))
         return 0
-    alone = run_group(args.model, 1) if model.fits_one else []
-    report(args.model, run_group(args.model, args.world), alone, args.world, args.out)
+    alone = run_group(args.model, 1, parts) if model.fits_one and "cases" in parts else []
+    report(args.model, run_group(args.model, args.world, parts), alone, args.world, parts, args.out)
     return 0
 
 

@@ -58,7 +58,7 @@ class SgmvWorkspace:
                 (plan.max_blocks, plan.rank_blocks),
             )
         )
-        shapes = {module: _plane_shape(plan, module, split) for module in modules}
+        shapes = {module: plane_shape(plan, module, split) for module in modules}
         self._sums = torch.empty(max(map(math.prod, shapes.values())), dtype=torch.float32, device=device)
         self._planes = {
             module: self._sums[: math.prod(shape)].view(shape) for module, shape in shapes.items()
@@ -88,12 +88,17 @@ class SgmvWorkspace:
         resolve(self.plan, self.lists, self._table, self._a_tiles, self._b_tiles, self._split)
 
     def beside(
-        self, x: torch.Tensor, module: FusedModule, layer: int, gemm: Callable[[], torch.Tensor]
+        self,
+        x: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        gemm: Callable[[], torch.Tensor],
+        pdl: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(gemm(), delta): the whole LoRA branch runs on the side stream, joined before this returns.
 
         delta [tokens, columns] is valid until the next call and only in rows that have an adapter; the
-        others may hold anything.
+        others may hold anything. pdl: as of rotary_kv_write, of the branch's launches.
         """
         assert self.plan.kind == "decode"
         delta = self._delta[: x.shape[0] * sum(module.widths)].view(x.shape[0], -1)
@@ -106,7 +111,7 @@ class SgmvWorkspace:
         # SMs free, long enough for LoRA: there the GEMM goes first.
         y = gemm() if module == self._widest else None
         with torch.cuda.stream(self._side):
-            self._run(delta, x, module, layer, None, add=False)
+            self._run(delta, x, module, layer, None, add=False, pdl=pdl and self._split is None)
         y = gemm() if y is None else y
         main.wait_stream(self._side)
         return y, delta
@@ -170,13 +175,14 @@ class SgmvWorkspace:
         layer: int,
         counts: ListCounts | None,
         add: bool,
+        pdl: bool = False,
     ) -> None:
         plan = self.plan
         assert x.dtype == out.dtype
         blocks = plan.max_blocks if counts is None else counts.blocks
         if blocks == 0:
             return
-        planes = self._shrink(x, module, layer, counts)
+        planes = self._shrink(x, module, layer, counts, pdl)
         expand(
             out,
             planes,
@@ -190,10 +196,16 @@ class SgmvWorkspace:
             self._align,
             self._num_ctas(blocks * plan.expand.num_units(module.widths)),
             add,
+            pdl,
         )
 
     def _shrink(
-        self, x: torch.Tensor, module: FusedModule, layer: int, counts: ListCounts | None
+        self,
+        x: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        counts: ListCounts | None,
+        pdl: bool = False,
     ) -> torch.Tensor:
         """x -> planes, as the expand takes them."""
         plan = self.plan
@@ -212,6 +224,7 @@ class SgmvWorkspace:
             self._layer_module(module, layer),
             self._align,
             self._num_ctas(items * plan.shrink.num_units(len(module.widths), module.in_features)),
+            pdl,
         )
         if self._split is None:
             return planes
@@ -226,7 +239,7 @@ class SgmvWorkspace:
         return num_units if self.plan.kind == "prefill" else min(num_units, self._max_ctas)
 
 
-def _plane_shape(plan: SgmvPlan, module: FusedModule, split: Split | None) -> tuple[int, int, int]:
+def plane_shape(plan: SgmvPlan, module: FusedModule, split: Split | None) -> tuple[int, int, int]:
     """Splits of K, tokens, slices x ranks."""
     ranks = plan.rank_blocks * RANK_BLOCK
     if split is not None:
