@@ -26,6 +26,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 PROCESSES = {
     "float32": (Settings("float32"), Settings("bfloat16")),
     "bfloat16": (Settings("bfloat16"), Settings("float32", "full")),
+    "float32, fully sharded": (Settings("float32", "full"),),
 }
 """The groups of a process, one after the other; its name is that of the first."""
 ANSWER_TIMEOUT_S = 120.0
