@@ -68,7 +68,7 @@ class BesideBase:
         self._workspace = workspace
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
-        return self._workspace.beside(x, module, layer, lambda: linear(x, weight))
+        return self._workspace.beside(x, module, layer, lambda: linear(x, weight), self.pdl)
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MIN_WEIGHT_ELEMS = 1 << 24
+MIN_WEIGHT_ELEMS = 1 << 23
 NUM_PROGRAMS = 132
 """Multiprocessors of an H200: fewer programs than these leave some without work."""
 

@@ -31,8 +31,11 @@ def shrink_kernel(
     ALIGN: tl.constexpr,
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     COLUMNS: tl.constexpr = SLICES * PLANE_RANK
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     unit = tl.program_id(0)
     row, rows, first, tile, slice_, split = _find_item(
         lists_ptr, tiles_ptr, unit, module, items, SPLITS, SLICES
@@ -132,6 +135,7 @@ def expand_kernel(
     BLOCK_N: tl.constexpr,
     ADD: tl.constexpr,
     ALIGN: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Without tensor cores: a thread owns eight columns and all ranks, so that a sum needs no exchange."""
     tl.static_assert(ROWS == 4)
@@ -147,6 +151,8 @@ def expand_kernel(
     row, rows, slot, count, tile, tile_ptr, slice_, nth = find_block(
         blocks_ptr, tiles_ptr, unit, module, blocks, U0, U1, U2, RANK_BLOCKS
     )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     while rows > 0:
         unit += tl.num_programs(0)
         next_row, next_rows, next_slot, next_count, next_tile, next_tile_ptr, next_slice, next_nth = (

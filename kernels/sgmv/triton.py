@@ -71,12 +71,13 @@ def shrink(
     layer_module: int,
     align: int,
     num_ctas: int,
+    pdl: bool = False,
 ) -> None:
     """x [T, in] contiguous -> planes [splits, T or more, slices x most rows of A] fp32, contiguous.
 
     Only rows and ranks that the lists name are written. `layer_module` is the first projection's row in
     a_tiles; `align` divides every tile's offset and width. `num_ctas`: any number in decode, one a unit in
-    prefill.
+    prefill. `pdl`: the next launch on the stream is an expand with `pdl`, which may start before this ends.
     """
     tile, slices = plan.shrink, len(module.widths)
     assert x.is_contiguous()
@@ -86,7 +87,7 @@ def shrink(
     decode = plan.kind == "decode"
     kernel = decode_kernel.shrink_kernel if decode else prefill_kernel.shrink_kernel
     prefill = {"RANK_BLOCKS": tile.rank_blocks, "GROUP": tile.group(slices)}
-    own = {"WARPS": tile.num_warps} if decode else prefill
+    own = {"WARPS": tile.num_warps, "PDL": pdl} if decode else prefill
     kernel[(num_ctas,)](
         x,
         pool,
@@ -123,12 +124,14 @@ def expand(
     align: int,
     num_ctas: int,
     add: bool,
+    pdl: bool = False,
 ) -> None:
     """planes [any, T or more, slices x most rows of B] -> out [T, columns], both contiguous.
 
     `add`: out += delta, columns of absent modules untouched; otherwise out = delta with zeros there. Rows
     without an adapter are never touched.
 
+    `pdl`: in decode, behind a shrink with `pdl`, for which it waits.
     In prefill the sum of the planes passes through x's dtype, in two parts: in fp16 it must stay below 65504.
     """
     tile = plan.expand
@@ -139,7 +142,7 @@ def expand(
     assert planes.is_contiguous()
     decode = plan.kind == "decode"
     kernel = decode_kernel.expand_kernel if decode else prefill_kernel.expand_kernel
-    own = {} if decode else {"TILES": tile.tiles}
+    own = {"PDL": pdl, "launch_pdl": pdl} if decode else {"TILES": tile.tiles}
     kernel[(num_ctas,)](
         out,
         pool,
