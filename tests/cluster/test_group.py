@@ -1,18 +1,23 @@
-"""A replica of two ranks behind the real server: it answers, and when a rank dies it is replaced."""
+"""A replica of two ranks behind the real server: it answers, and when a rank dies it is replaced.
+
+Its model is in S3: every process of the fleet finds it there.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
 from tests.cluster.serve_process import ServeProcess, serving
+from tests.engine.adapters.s3_servers import make_client, serve_moto, upload
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.cluster
@@ -27,8 +32,11 @@ def test_a_group_of_two_ranks_serves_and_is_replaced_when_one_dies(tmp_path: Pat
     params = SamplingParams(temperature=0, max_tokens=8)
     expected = [output.text for output in alone.generate(["abc"] * 2, params, [None, "a"])]
     alone.close()
-    flags = ["--model", str(base), "--adapter-source", str(adapters), "--tensor-parallel-size", "2"]
-    with serving(flags) as server:
+    flags = ["--model", "s3://models/tiny/base", "--adapter-source", str(adapters)]
+    with (
+        model_in_s3(base, tmp_path / "cache") as environment,
+        serving([*flags, "--tensor-parallel-size", "2"], environment) as server,
+    ):
         assert texts(server) == expected
         (rank,) = ranks_of(server)
         with ThreadPoolExecutor() as pool:
@@ -42,6 +50,23 @@ def test_a_group_of_two_ranks_serves_and_is_replaced_when_one_dies(tmp_path: Pat
             time.sleep(0.5)
         assert texts(server) == expected
         assert ranks_of(server) != [rank]
+    (cached,) = (tmp_path / "cache" / "models").iterdir()
+    assert not list(cached.glob("*.safetensors"))
+
+
+@contextmanager
+def model_in_s3(base: Path, cache: Path) -> Iterator[dict[str, str]]:
+    """Yields the variables that a server needs to read it."""
+    with serve_moto() as endpoint:
+        client = make_client(endpoint)
+        client.create_bucket(Bucket="models")
+        upload(client, base, "tiny/base")
+        yield {
+            "AWS_ENDPOINT_URL_S3": endpoint,
+            "AWS_ACCESS_KEY_ID": "id",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "LORAFLEET_CACHE": str(cache),
+        }
 
 
 def texts(server: ServeProcess) -> list[str]:
