@@ -9,7 +9,7 @@ them, rounded up, or one less. What the ranks exchange is as narrow as that:
     by input:   h_part [T, rank] = x_own @ A_own.T   reduce-scatter  h_own [T, each]   y_part += h_own @ B_own
 
 S-LoRA takes an all-reduce for the second one and cuts B by output. The reduce-scatter is half of that, and
-is enough if B is cut by rank: then the ranks' y_part, which the base sums up anyway, hold the delta together.
+is enough if B is dealt out too: then the ranks' y_part, which the base sums up anyway, hold the delta together.
 One collective for all segments and all projections that share an input: four a layer (q k v; o; gate up;
 down), none where no segment has an adapter for them. h is exchanged in float32.
 """
@@ -48,9 +48,25 @@ class Split:
         return (rank + self.world - 1 - self.rank) // self.world
 
 
+def exchange(planes: torch.Tensor, split: Split, by_output: bool) -> torch.Tensor:
+    """For the GPU's op: what A leaves in planes [splits, T, slices x ranks], as B takes it, with one plane.
+
+    by output: `ranks` are one rank's own rows, and become all. by input: all rows, of which each rank has the
+    sum over a part of K, and become its own. The shapes are a plan's, so that a graph can capture it; columns
+    that no A has written may hold anything, and no B reads what becomes of them.
+    """
+    _, num_tokens, columns = planes.shape
+    sums = planes.sum(0)
+    if by_output:
+        parts = split.exchange.gather_parts(sums.flatten())
+        return parts.T.reshape(1, num_tokens, columns * split.world)
+    parts = sums.view(-1, split.world).T.contiguous()
+    return split.exchange.reduce_scatter(parts).view(1, num_tokens, -1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """One adapted projection. Tiles are views of the pool, with the first row of the rank that they hold."""
+    """One adapted projection. Tiles are views of the pool, each with the number of its first row on this rank."""
 
     a: tuple[tuple[int, torch.Tensor], ...]  # [rows, in]
     b: tuple[tuple[int, torch.Tensor], ...]  # [rows, out]
@@ -106,22 +122,6 @@ class _Block:
         """View of [N, size]: [num_tokens, each, N], which is the order of the rows."""
         block = parts[:, self.offset : self.stop].view(len(parts), self.num_tokens, self.module.each)
         return block.permute(1, 2, 0)
-
-
-def exchange(planes: torch.Tensor, split: Split, by_output: bool) -> torch.Tensor:
-    """For the GPU's op: what A leaves in planes [splits, T, slices x ranks], as B takes it, with one plane.
-
-    by output: `ranks` are one rank's own rows, and become all. by input: all rows, of which each rank has the
-    sum over a part of K, and become its own. The shapes are a plan's, so that a graph can capture it; columns
-    that no A has written may hold anything, and no B reads what becomes of them.
-    """
-    _, num_tokens, columns = planes.shape
-    sums = planes.sum(0)
-    if by_output:
-        parts = split.exchange.gather_parts(sums.flatten())
-        return parts.T.reshape(1, num_tokens, columns * split.world)
-    parts = sums.view(-1, split.world).T.contiguous()
-    return split.exchange.reduce_scatter(parts).view(1, num_tokens, -1)
 
 
 def split_sgmv(
