@@ -9,9 +9,9 @@ them, rounded up, or one less. What the ranks exchange is as narrow as that:
     by input:   h_part [T, rank] = x_own @ A_own.T   reduce-scatter  h_own [T, each]   y_part += h_own @ B_own
 
 S-LoRA takes an all-reduce for the second one and cuts B by output. The reduce-scatter is half of that, and
-is enough if B is dealt out too: then the ranks' y_part, which the base sums up anyway, hold the delta together.
-One collective for all segments and all projections that share an input: four a layer (q k v; o; gate up;
-down), none where no segment has an adapter for them. h is exchanged in float32.
+is enough if B is dealt out too: then the ranks' y_part, which the base sums up anyway, hold the delta
+together. One collective for all segments and all projections that share an input: four a layer (q k v; o;
+gate up; down); on a CPU none where no segment has an adapter for them. h is exchanged in float32.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def exchange(planes: torch.Tensor, split: Split, by_output: bool) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """One adapted projection. Tiles are views of the pool, each with the number of its first row on this rank."""
+    """One adapted projection. Tiles are views of the pool, each with the number of its first row here."""
 
     a: tuple[tuple[int, torch.Tensor], ...]  # [rows, in]
     b: tuple[tuple[int, torch.Tensor], ...]  # [rows, out]
