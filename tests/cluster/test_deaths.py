@@ -1,4 +1,4 @@
-"""Processes of a running server die or hang: what its clients see, and what is there afterwards.
+"""Processes of a running server die or hang, Ray Serve's own too: what clients see, and what is there then.
 
 The base model repeats "abc...", whatever adapter is on it, so any text that a stream shows must be the start
 of that: a token that is lost or comes twice would show. Adapters come from S3; no flag tells where to keep
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from string import ascii_lowercase
+from urllib.error import URLError
 
 import pytest
 import yaml
@@ -36,7 +37,9 @@ pytestmark = pytest.mark.cluster
 
 HEARTBEAT_S = 3.0
 RECOVERY_S = 60.0  # seconds on an idle machine
-LONG, SHORT = 2000, 4  # tokens
+CONTROLLER = "ray::ServeController"
+PYTHON_PROXY = "ray::ProxyActor"
+LONG, SHORT = 1200, 4  # tokens
 EXPECTED = (ascii_lowercase * (LONG // len(ascii_lowercase) + 2))[1 : LONG + 1]  # after the prompt "a"
 ADAPTERS = ("pinned", "found", "named", "later")
 
@@ -70,6 +73,17 @@ class Fleet:
         return {
             a.status for a in threads.map(lambda name: self.server.complete(name, max_tokens=SHORT), names)
         }
+
+    def load(self, name: str) -> int:
+        """The status of a load at run time."""
+        body = {"lora_name": name, "lora_path": f"{self.uri}/later"}
+        return self.server.call("/v1/load_lora_adapter", body).status
+
+    def can_answer(self) -> bool:
+        try:
+            return self.server.complete("base", max_tokens=1).status == 200
+        except (URLError, ConnectionError):  # nobody listens, or it dies before it answers
+            return False
 
     def models(self) -> list[str]:
         return [model["id"] for model in self.server.call("/v1/models").body["data"]]
@@ -176,8 +190,7 @@ def test_a_catalog_that_dies_forgets_nothing_and_stops_nobody(
     fleet: Fleet, threads: ThreadPoolExecutor
 ) -> None:
     """FR-58, FR-59: what was loaded and unloaded at run time is in the bucket."""
-    load = {"lora_name": "later", "lora_path": f"{fleet.uri}/later"}
-    assert fleet.server.call("/v1/load_lora_adapter", load).status == 200
+    assert fleet.load("later") == 200
     assert fleet.server.call("/v1/unload_lora_adapter", {"lora_name": "found"}).status == 200
     (catalog,) = fleet.server.pids(CATALOG)
     os.kill(catalog, signal.SIGKILL)
@@ -187,15 +200,14 @@ def test_a_catalog_that_dies_forgets_nothing_and_stops_nobody(
     eventually(lambda: fleet.server.complete("never-heard-of").status == 404, RECOVERY_S)
     assert fleet.statuses(threads, ("later", "named", "pinned")) == {200}
     assert fleet.statuses(threads, ("found",), 4) == {404}
-    assert fleet.server.call("/v1/load_lora_adapter", load).status == 409
+    assert fleet.load("later") == 409
     lists = list(threads.map(lambda _: fleet.models(), range(8)))
     assert lists == [["base", "later", "named", "pinned"]] * 8
 
 
 def test_an_ingress_that_dies_is_replaced_and_knows_all(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
     """FR-58, FR-59: what ran through it breaks off without an end; what comes after is answered."""
-    load = {"lora_name": "loaded", "lora_path": f"{fleet.uri}/later"}
-    assert fleet.server.call("/v1/load_lora_adapter", load).status == 200
+    assert fleet.load("loaded") == 200
     ingresses = fleet.server.pids(INGRESS)
     streams = fleet.start_streams(threads)
     os.kill(ingresses[0], signal.SIGKILL)
@@ -206,6 +218,58 @@ def test_an_ingress_that_dies_is_replaced_and_knows_all(fleet: Fleet, threads: T
     assert fleet.statuses(threads, ("base", "named", "loaded")) == {200}
     eventually(lambda: len(set(fleet.server.pids(INGRESS)) - {ingresses[0]}) == 2, RECOVERY_S)
     assert fleet.statuses(threads, ("loaded", "pinned"), 16) == {200}
+
+
+def test_a_controller_that_dies_is_missed_by_nobody(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
+    """FR-59: streams and new requests go on without it; the new one knows the fleet and mends it."""
+    assert fleet.load("kept") == 200
+    models = ("base", "named", "kept")
+    streams = fleet.start_streams(threads)
+    (controller,) = fleet.server.pids(CONTROLLER)
+    os.kill(controller, signal.SIGKILL)
+    assert fleet.statuses(threads, models) == {200}
+    results = [stream.result() for stream in streams]
+    assert [(s.text == EXPECTED, s.is_done, s.error, s.broken) for s in results] == [
+        (True, True, None, None)
+    ] * len(results)
+    eventually(lambda: fleet.server.pids(CONTROLLER) not in ([], [controller]), RECOVERY_S)
+    engine = fleet.server.pids(ENGINE)[0]
+    os.kill(engine, signal.SIGKILL)
+    fleet.wait_for_engines(gone=engine)
+    assert fleet.statuses(threads, models, 12) == {200}
+
+
+def test_a_proxy_that_dies_breaks_its_streams_and_is_replaced(
+    fleet: Fleet, threads: ThreadPoolExecutor
+) -> None:
+    took_s = lose_the_proxy(fleet, threads, PYTHON_PROXY)
+    print(f"answers again {took_s:.1f} s after the proxy died")  # noqa: T201
+
+
+def lose_the_proxy(fleet: Fleet, threads: ThreadPoolExecutor, command: str) -> float:
+    """FR-59, FR-65: never a silent end; engines, and what was loaded at run time, stay.
+
+    Returns the seconds until a request is answered again.
+    """
+    assert fleet.load("stays") == 200
+    engines, models = fleet.server.pids(ENGINE), fleet.models()
+    streams = fleet.start_streams(threads)
+    old = fleet.server.pids(command)
+    assert old
+    for pid in old:
+        os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    for stream in (stream.result() for stream in streams):
+        assert EXPECTED.startswith(stream.text)
+        assert stream.is_done == (stream.text == EXPECTED)
+        assert stream.is_done or stream.broken
+    eventually(fleet.can_answer, RECOVERY_S)
+    took_s = time.monotonic() - killed
+    assert not set(old) & set(fleet.server.pids(command))
+    assert fleet.statuses(threads, ("base", "named", "stays"), 12) == {200}
+    assert fleet.models() == models
+    assert fleet.server.pids(ENGINE) == engines
+    return took_s
 
 
 def test_a_stop_lets_streams_finish(fleet: Fleet, threads: ThreadPoolExecutor) -> None:
