@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from load_tests.gateway_server import KINDS, WORD
+from tests.cluster.serve_process import free_port
 
 RESULTS = Path(__file__).parent / "results"
 NUM_STREAMS = 32
@@ -157,13 +157,6 @@ def process_table() -> dict[int, tuple[int, float]]:
 
 def children_of(pid: int) -> list[int]:
     return [child for child, (parent, _) in process_table().items() if parent == pid]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def make_tokenizer(path: Path) -> None:

@@ -104,10 +104,10 @@ async def _send(
 
 
 def _take(line: bytes, record: Record, now: float) -> None:
-    """A line of a stream of events."""
-    data = line.removeprefix(b"data: ").strip()
-    if not data:
+    """A line of a stream of events; some servers keep it alive by comments, or name events."""
+    if not line.startswith(b"data:"):
         return
+    data = line.removeprefix(b"data:").strip()
     if data == b"[DONE]":
         record.error = None
         return

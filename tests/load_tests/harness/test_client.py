@@ -57,7 +57,8 @@ class FakeServer:
             if body["model"] == "broken" and number == 2:
                 await answer.write(event({"error": {"code": "engine_dead"}}))
                 return answer
-            await answer.write(event({"choices": [{"text": "x"}]}))
+            # what others than the tokens a stream may hold
+            await answer.write(b": alive\n\nevent: token\n" + event({"choices": [{"text": "x"}]}))
         await answer.write(
             event({"choices": [], "usage": {"completion_tokens": TOKENS}}) + b"data: [DONE]\n\n"
         )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
@@ -17,12 +18,15 @@ from load_tests.harness.scenarios import (
     RECOVERY_S,
     SCENARIOS,
     SLOW_S,
+    Disturbance,
     Run,
+    disturb,
     noise,
     storm,
+    warm_ones_feel_nothing,
 )
 from load_tests.harness.summary import Slo, summarise
-from load_tests.harness.tiny_fleet import NUM_ADAPTERS, NUM_SLOTS
+from load_tests.harness.tiny_fleet import NUM_ADAPTERS, NUM_SLOTS, TinyFleet
 
 DURATION_S = 90.0
 
@@ -106,6 +110,26 @@ def test_while_s3_is_slow_or_down_warm_adapters_feel_nothing() -> None:
 
 
 @pytest.mark.cluster
+def test_warm_adapters_of_which_none_is_answered_break_the_promise() -> None:
+    records = [record(second, error="x") for second in range(int(DURATION_S))]
+    run = Run(summarise(records, Slo()), records, DURATION_S)
+    assert len(warm_ones_feel_nothing(run)) == 2
+
+
+def test_what_could_not_be_done_to_the_fleet_is_told() -> None:
+    """A fleet that nobody disturbed keeps every promise."""
+    done: list[TinyFleet] = []
+
+    def fail(fleet: TinyFleet) -> None:
+        raise OSError("no way")
+
+    what = (Disturbance(0.0, "rollout", fail), Disturbance(0.5, "well", done.append))
+    fleet = cast("TinyFleet", object())
+    (told,) = disturb(fleet, what, 0.02)
+    assert told.startswith("rollout")
+    assert done == [fleet]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_scenario_runs_and_keeps_its_promise(name: str) -> None:
