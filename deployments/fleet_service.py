@@ -44,7 +44,7 @@ class Replicas:
 
     async def unload_adapter(self, name: str) -> None:
         """A replica that does not have it has nothing to unload."""
-        await self.broadcast("unload_adapter", name, timeout_s=self._load_timeout_s)
+        await self.broadcast("unload_adapter", name)
 
     async def pin_adapter(self, name: str, pinned: bool) -> None:
         """On the replicas that have it. Raises the first one's error if none has, or if one has no room."""

@@ -29,6 +29,7 @@ from engine.errors import (
     Unavailable,
 )
 from engine.request import AdapterRef
+from router.catalog_departures import Departures
 from router.catalog_entry import (
     Entry,
     Snapshot,
@@ -92,6 +93,7 @@ class Catalog:
         self._loading: dict[str, str] = {}  # new name -> URI, while it is loaded at run time
         self._upkeep = Upkeep()
         self._refusals = Refusals()
+        self._departures = Departures()
         self._templates: dict[AdapterRef, str | None] = {}
         # a new adapter is often asked for by many at once
         self._discoveries = SharedCalls[str, None]()
@@ -118,12 +120,14 @@ class Catalog:
         await self._publish()
 
     async def keep_up(self) -> None:
-        """Look at the named adapters whose time has come, once."""
+        """Look at the named adapters whose time has come, and at those that are gone, once."""
         self._upkeep.want(self._named())
         due = self._upkeep.due(time.monotonic())[:MAX_UPKEEPS]
         if due:
             await asyncio.gather(*(self._keep(name, uri) for name, uri in due))
             await self._publish()
+        gone = self._departures.due(time.monotonic())[:MAX_UPKEEPS]
+        await asyncio.gather(*(self._let_go(name) for name in gone))
 
     async def lookup(self, name: str) -> AdapterRef:
         """Raises ModelNotFound or AdapterRefused; Unavailable or AccessDenied while nobody can tell, or while
@@ -294,6 +298,12 @@ class Catalog:
         else:
             self._upkeep.succeeded(name, uri, version, time.monotonic())
 
+    async def _let_go(self, name: str) -> None:
+        """It was deleted at its source: replicas would hold it, and metrics name it, for ever."""
+        with suppress(Unavailable):  # the next time
+            await self._fleet.unload_adapter(name)
+            self._departures.forgotten(name)
+
     async def _load_everywhere(self, ref: AdapterRef) -> None:
         if refusal := self._refusals.get(ref):
             raise refusal.error()
@@ -326,6 +336,7 @@ class Catalog:
         before, self._entries = self._entries, self._merged()
         changed = {name for name, entry in self._entries.items() if before.get(name) != entry}
         changed |= before.keys() - self._entries.keys()
+        self._departures.see(self._entries.keys() | self._named().keys(), time.monotonic())
         if not changed:
             return
         desired = {ref for entry in self._entries.values() for ref in entry.refs()}

@@ -21,7 +21,7 @@ from engine.errors import (
     Unavailable,
 )
 from engine.request import AdapterRef
-from router import catalog_lookup, catalog_upkeep
+from router import catalog_departures, catalog_lookup, catalog_upkeep
 from router.catalog import Catalog
 from router.catalog_entry import Canary
 from router.catalog_state import CatalogState
@@ -74,6 +74,7 @@ class FakeFleet:
         self.unloaded: list[str] = []
         self.refusals: dict[str, LorafleetError] = {}
         self.gate: asyncio.Event | None = None
+        self.failure: LorafleetError | None = None
 
     async def load_adapter(self, ref: AdapterRef) -> None:
         self.asked.append(ref)
@@ -84,6 +85,8 @@ class FakeFleet:
         self.loaded.append(ref)
 
     async def unload_adapter(self, name: str) -> None:
+        if self.failure is not None:
+            raise self.failure
         self.unloaded.append(name)
 
 
@@ -551,5 +554,51 @@ def test_pinned_adapters_of_the_source_are_there_before_a_replica_serves() -> No
         source.failure = DOWN
         with pytest.raises(Unavailable):
             await catalog.preloaded(("unheard",))
+
+    run(main)
+
+
+def test_what_was_deleted_at_the_source_is_unloaded_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FR-72: replicas and metrics would name it for ever."""
+
+    async def main() -> None:
+        source, fleet = FakeSource(a="1", b="1"), FakeFleet()
+        catalog = build(source, fleet=fleet)
+        await catalog.refresh()
+        del source.versions["a"]
+        await catalog.refresh()
+        await catalog.keep_up()
+        assert fleet.unloaded == []  # its files may be being replaced
+        monkeypatch.setattr(catalog_departures, "GONE_S", 0.0)
+        fleet.failure = DOWN
+        await catalog.keep_up()
+        fleet.failure = None
+        await catalog.keep_up()
+        await catalog.keep_up()
+        assert fleet.unloaded == ["a"]
+
+    run(main)
+
+
+def test_a_canary_that_has_ended_is_unloaded_and_one_that_fails_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalog_departures, "GONE_S", 0.0)
+    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
+
+    async def main() -> None:
+        source, fleet = FakeSource(a="1", b="1"), FakeFleet()
+        catalog = build(source, fleet=fleet)
+        await catalog.load("x", "src/a", False)
+        await catalog.load_canary("x", "src/b", 0.5)
+        fleet.refusals["x@canary"] = AdapterRefused("no DoRA", param="use_dora")
+        source.versions["b"] = "2"
+        await catalog.refresh()
+        await catalog.keep_up()
+        assert all(entry.canary is None for entry in (await catalog.wait("v", "", 0)).entries)
+        assert fleet.unloaded == []
+        await catalog.load_canary("x", "src/b", 0)
+        await catalog.keep_up()
+        assert fleet.unloaded == ["x@canary"]
 
     run(main)
