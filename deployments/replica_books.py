@@ -31,6 +31,7 @@ ABORT, ERROR = "abort", "error"  # why a request ended, beside the finish reason
 @dataclass(slots=True)
 class AdapterBook:
     in_flight: int = 0
+    is_unloaded: bool = False  # its series end with the last request that is in flight
     last_used: float = 0.0
     ttft_seconds_sum: float = 0.0
     ttft_count: int = 0
@@ -54,6 +55,7 @@ class ReplicaBooks:
     def arrived(self, adapter: str, route: str, now: float) -> None:
         book = self._adapters.setdefault(adapter, AdapterBook())
         book.in_flight += 1
+        book.is_unloaded = False
         book.last_used = now
         self._routes[route] = self._routes.get(route, 0) + 1
 
@@ -74,6 +76,8 @@ class ReplicaBooks:
         book.last_used = now
         if error is not None:
             book.errors[error] = book.errors.get(error, 0) + 1
+        if book.is_unloaded and book.in_flight == 0:
+            del self._adapters[adapter]
 
     def finished(self, adapter: str, times: RequestTimes, is_error: bool) -> None:
         """Before `ended`. Only requests that were answered whole count in the durations."""
@@ -91,6 +95,8 @@ class ReplicaBooks:
         book = self._adapters.get(adapter)
         if book is not None and book.in_flight == 0:
             del self._adapters[adapter]
+        elif book is not None:
+            book.is_unloaded = True
 
     def in_use(self) -> set[str]:
         return {name for name, book in self._adapters.items() if book.in_flight} - {BASE}

@@ -180,3 +180,22 @@ def test_free_slots_need_pages() -> None:
 
 def test_an_engine_that_reports_nothing_yet_has_room_for_one() -> None:
     assert routing_stats({}, ReplicaBooks(), now=0.0)["free_slots"] == 1
+
+
+def test_series_of_an_adapter_that_is_unloaded_in_use_end_with_its_last_request() -> None:
+    """FR-72."""
+    books = ReplicaBooks()
+    for _ in range(2):
+        books.arrived("a", "home", now=0.0)
+    books.forget("a")
+    books.ended("a", now=1.0, error=None)
+    assert "a" in books.merge_into({})["adapters"]
+    books.ended("a", now=2.0, error=None)
+    assert "a" not in books.merge_into({})["adapters"]
+    # loaded again before that: it goes on
+    books.arrived("a", "home", now=3.0)
+    books.forget("a")
+    books.arrived("a", "home", now=4.0)
+    books.ended("a", now=5.0, error=None)
+    books.ended("a", now=6.0, error=None)
+    assert "a" in books.merge_into({})["adapters"]
