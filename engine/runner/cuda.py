@@ -97,10 +97,14 @@ class CudaRunner:
         max_tokens, max_seqs, max_rank = config.max_num_batched_tokens, config.max_num_seqs, config.max_rank
         # decodes of all sequences, and few enough tokens for the kernels of decodes
         self._most_decodes = most = max(max_seqs, min(DECODE_BUCKETS[-1], max_tokens))
-        peers = comm.peer_buffers(most, shape.hidden_size, weights.embed.dtype)
-        self._model = CudaLlama(spec, weights, max_model_len, comm, peers)
         decode_buckets = [b for b in DECODE_BUCKETS if b < most] + [most]
         prefill_buckets = [b for b in PREFILL_BUCKETS if most < b <= max_tokens]
+        most_rows = max(decode_buckets + prefill_buckets)
+        peers = comm.peer_buffers(most_rows, shape.hidden_size, weights.embed.dtype)
+        if comm is not ALONE:
+            most_rows = most if peers is None else peers[0].max_rows
+            prefill_buckets = [b for b in prefill_buckets if b <= most_rows]
+        self._model = CudaLlama(spec, weights, max_model_len, comm, peers)
         self._buckets = decode_buckets + prefill_buckets
         graph_plans = {bucket: decode_plan(bucket, max_rank) for bucket in decode_buckets}
         graph_plans |= {bucket: prefill_plan(bucket, max_seqs, max_rank) for bucket in prefill_buckets}
@@ -315,7 +319,7 @@ class CudaRunner:
         return _Captured(graph, hidden)
 
     def _branch(self, kind: _Kind) -> Branch:
-        is_small = kind.bucket <= self._most_decodes  # sums of more rows are NCCL's
+        is_small = kind.bucket <= self._most_decodes
         if not kind.has_adapters:
             return NoAdapters(self._pdl and is_small)
         workspace = self._sgmv[kind.bucket]

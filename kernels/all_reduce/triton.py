@@ -9,6 +9,9 @@ read twice. After the one-shot algorithm of TensorRT-LLM's all-reduce, which cal
 There are two sets of buffers, for calls in turn. A set is written again by the call after the next; a rank
 that is there has ended the call in between, so it had all parts of that call, so every other rank had begun
 it, and had ended the one that read this set. Hence no barrier at the end.
+
+A program waits for the other ranks' programs of its number only. All of a launch run at once: there are few
+enough, and each takes rows in turn.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import triton.language as tl
 from kernels.rms_norm.triton import norm_row
 
 NUM_SETS = 2
+MOST_PROGRAMS = 264  # of 512 threads; an H200 has room for twice as many
 EMPTY = 0xFF
 """Every byte of an element that has not come. As a number it is one NaN of many, and sent as another one."""
 
@@ -67,7 +71,7 @@ def all_reduce_add_rms_norm(
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(width)
-    _all_reduce_kernel[(num_rows,)](
+    _all_reduce_kernel[(min(num_rows, MOST_PROGRAMS),)](
         residual,
         y,
         delta,
@@ -76,6 +80,7 @@ def all_reduce_add_rms_norm(
         out,
         peers.rows,
         peers.max_rows,
+        num_rows,
         width,
         eps,
         RANK=peers.rank,
@@ -108,7 +113,7 @@ def symmetric_bytes(world: int, max_rows: int, width: int, dtype: torch.dtype) -
     return NUM_SETS * world * max_rows * width * dtype.itemsize
 
 
-@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(do_not_specialize=["max_rows", "num_rows"], do_not_specialize_on_alignment=["slots_ptr"])
 def _all_reduce_kernel(
     residual_ptr: tl.tensor,
     y_ptr: tl.tensor,
@@ -118,6 +123,7 @@ def _all_reduce_kernel(
     out_ptr: tl.tensor,
     rows_ptrs: tl.tuple,
     max_rows: tl.tensor,
+    num_rows: tl.tensor,
     width: tl.tensor,
     eps: tl.tensor,
     RANK: tl.constexpr,
@@ -126,41 +132,58 @@ def _all_reduce_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row a program; only programs of the same row wait for each other."""
-    dtype = residual_ptr.dtype.element_ty
-    bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
-    empty: tl.constexpr = -1
-    row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    at = row.to(tl.int64) * width + columns
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    own = tl.load(y_ptr + at, mask=inside, other=0.0)
-    if HAS_DELTA:
-        delta_width = tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
-        delta = tl.load(delta_ptr + at, mask=columns < delta_width, other=0.0)
-        own = (own.to(tl.float32) + delta.to(tl.float32)).to(dtype)
-    mine = own.to(bits, bitcast=True)
-    mine = tl.where(mine == empty, tl.full([BLOCK], (1 << (dtype.primitive_bitwidth - 1)) - 1, bits), mine)
-    sent = mine.to(dtype, bitcast=True)
-    to = (RANK * max_rows + row).to(tl.int64) * width + columns
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        at = row * width + columns
+        own = tl.load(y_ptr + at, mask=inside, other=0.0)
+        if HAS_DELTA:
+            delta_width = tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
+            delta = tl.load(delta_ptr + at, mask=columns < delta_width, other=0.0)
+            own = (own.to(tl.float32) + delta.to(tl.float32)).to(own.dtype)
+        total = _exchange(own, rows_ptrs, row, max_rows, width, columns, inside, RANK, WORLD)
+        values = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        values = (values + total.to(own.dtype).to(tl.float32)).to(own.dtype).to(tl.float32)
+        tl.store(residual_ptr + at, values.to(own.dtype), mask=inside)
+        tl.store(out_ptr + at, norm_row(values, weight, width, eps, own.dtype), mask=inside)
+
+
+@triton.jit
+def _exchange(
+    own: tl.tensor,
+    rows_ptrs: tl.tuple,
+    row: tl.tensor,
+    max_rows: tl.tensor,
+    width: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+) -> tl.tensor:
+    """One row of all ranks, summed in float32, in order of rank."""
+    dtype: tl.constexpr = own.dtype
+    bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
+    empty = tl.full(columns.shape, -1, bits)
+    sent = own.to(bits, bitcast=True)
+    sent = tl.where(
+        sent == empty, tl.full(columns.shape, (1 << (dtype.primitive_bitwidth - 1)) - 1, bits), sent
+    )
+    to = (RANK * max_rows + row) * width + columns
     for peer in tl.static_range(WORLD):
         if peer != RANK:
-            tl.store(rows_ptrs[peer] + to, sent, mask=inside)
-    values = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+            tl.store(rows_ptrs[peer] + to, sent.to(dtype, bitcast=True), mask=inside)
+    total = tl.zeros(columns.shape, tl.float32)
     for peer in tl.static_range(WORLD):
         if peer == RANK:
             total += own.to(tl.float32)
         else:
-            theirs = rows_ptrs[RANK] + (peer * max_rows + row).to(tl.int64) * width + columns
+            theirs = rows_ptrs[RANK] + (peer * max_rows + row) * width + columns
             part = tl.load(theirs, mask=inside, other=0.0, volatile=True)
             while tl.max((part.to(bits, bitcast=True) == empty).to(tl.int32), axis=0) != 0:
                 part = tl.load(theirs, mask=inside, other=0.0, volatile=True)
-            tl.store(theirs, tl.full([BLOCK], empty, bits).to(dtype, bitcast=True), mask=inside)
+            tl.store(theirs, empty.to(dtype, bitcast=True), mask=inside)
             total += part.to(tl.float32)
-    values = (values + total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    tl.store(residual_ptr + at, values.to(dtype), mask=inside)
-    tl.store(out_ptr + at, norm_row(values, weight, width, eps, dtype), mask=inside)
+    return total

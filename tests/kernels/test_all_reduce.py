@@ -22,6 +22,7 @@ from tests.kernels.triton_cases import DEVICE, ULP, adapter_slots
 
 EPS = 1e-5
 MAX_ROWS = 8
+MOST_PROGRAMS = 3  # so that some take several rows
 NUM_CALLS = 7  # each set several times, by different numbers of rows
 
 
@@ -78,7 +79,8 @@ def check(call: Call, residual: torch.Tensor, out: torch.Tensor) -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="in the interpreter")
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_in_processes_equal_the_reference(world: int) -> None:
+def test_ranks_in_processes_equal_the_reference(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.all_reduce.triton.MOST_PROGRAMS", MOST_PROGRAMS)
     sets = shared_sets(world, MAX_ROWS, 200)
     start_processes(_run_rank, (sets,), nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
     assert all(bool((rows.view(torch.uint8) == EMPTY).all()) for peers in sets[0] for rows in peers.rows)
@@ -94,7 +96,10 @@ def _run_rank(rank: int, sets: list[tuple[PeerBuffers, PeerBuffers]]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [200, 4096])
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_in_streams_equal_the_reference(world: int, width: int, dtype: torch.dtype) -> None:
+def test_ranks_in_streams_equal_the_reference(
+    world: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.all_reduce.triton.MOST_PROGRAMS", MOST_PROGRAMS)
     nbytes = symmetric_bytes(world, MAX_ROWS, width, dtype)
     memory = [torch.full((nbytes,), EMPTY, dtype=torch.uint8, device="cuda") for _ in range(world)]
     sets = [split_symmetric(memory, rank, MAX_ROWS, width, dtype) for rank in range(world)]
