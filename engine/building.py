@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +31,7 @@ from engine.sharding import WHOLE, Shard, shard_shape
 from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
 from engine.tensor_parallel.costs import LOCAL_CPUS, NVLINK, Batch, GroupCost, Sharding, choose_sharding
-from engine.tensor_parallel.group import Group, GroupReader, GroupRunner
+from engine.tensor_parallel.group import Group, GroupReader, GroupRunner, OnEnd
 from kernels.sgmv import Split
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,12 @@ class BuiltRank:
     form: ImageFormat  # of this rank's part of adapters
 
 
-def build_core(config: EngineConfig, inbox: Inbox, reader: ImageReader | None = None) -> EngineCore:
+def build_core(
+    config: EngineConfig,
+    inbox: Inbox,
+    reader: ImageReader | None = None,
+    on_group_end: OnEnd = lambda failure: os._exit(1),
+) -> EngineCore:
     """Loads end in `inbox`. `reader`: of adapters, closed with the core; None: threads of this process.
 
     Raises InvalidRequest for a model or a configuration that cannot be served.
@@ -64,7 +70,7 @@ def build_core(config: EngineConfig, inbox: Inbox, reader: ImageReader | None = 
     spec = load_model_spec(config.model)
     shard_shape(spec.shape, Shard(0, config.tensor_parallel_size))
     config = replace(config, lora_sharding=decide_lora_sharding(config, spec))
-    group = Group(config)
+    group = Group(config, on_group_end)
     try:
         built = build_rank(config, Shard(0, config.tensor_parallel_size), group.rendezvous)
         group.wait_until_ready()

@@ -62,7 +62,8 @@ class EngineClient:
     async def start(self) -> None:
         """Returns when the engine can serve.
 
-        Raises InvalidRequest if model or configuration cannot be served, EngineDead if the process ended.
+        Raises InvalidRequest if model or configuration cannot be served, EngineDead if the process ended,
+        Unavailable if another rank of its group did.
         """
         ours, theirs = socket.socketpair()
         with theirs:

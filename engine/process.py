@@ -30,6 +30,7 @@ from engine.events import TokenEvent
 from engine.loop import EngineLoop, Inbox
 from engine.request import GenerateRequest
 from engine.snapshot import SnapshotFeed
+from engine.tensor_parallel.group import OnEnd
 from engine.wire import decode_ref, decode_request, encode_event, encode_frame, read_frame
 
 STATS_PERIOD_S = 0.1
@@ -50,9 +51,9 @@ class EngineProcess:
     def run(self) -> None:
         config = EngineConfig(**read_frame(self._sock))
         try:
-            core = _build(config, self._inbox)
+            core = _build(config, self._inbox, self._end_with_group)
         except (LorafleetError, ValueError, OSError) as error:
-            self._sock.sendall(encode_frame({"failed": _as_error(error).to_dict()}))
+            self._send_failure(error)
             return
         geometry = core.geometry
         self._send(
@@ -117,6 +118,15 @@ class EngineProcess:
     def _send(self, message: Any) -> None:
         self._outbox.put(encode_frame(message))
 
+    def _send_failure(self, error: BaseException) -> None:
+        self._sock.sendall(encode_frame({"failed": _as_error(error).to_dict()}))
+
+    def _end_with_group(self, failure: BaseException | None) -> None:
+        """The main thread may wait for the other ranks for ever; until all are ready it sends nothing."""
+        if failure is not None:
+            self._send_failure(failure)
+        os._exit(1)
+
     def _stop(self) -> None:
         self._stopping = True
 
@@ -153,16 +163,16 @@ _CALLS: dict[str, Callable[..., None]] = {
 }
 
 
-def _build(config: EngineConfig, inbox: Inbox) -> EngineCore:
+def _build(config: EngineConfig, inbox: Inbox, on_group_end: OnEnd) -> EngineCore:
     reader = RemoteReader(config)  # first: it starts while the engine does
     try:
-        return build_core(config, inbox, reader)
+        return build_core(config, inbox, reader, on_group_end)
     except BaseException:
         reader.close()
         raise
 
 
-def _as_error(error: Exception) -> LorafleetError:
+def _as_error(error: BaseException) -> LorafleetError:
     return error if isinstance(error, LorafleetError) else InvalidRequest(str(error), param="model")
 
 

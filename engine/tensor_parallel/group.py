@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 import tempfile
 import threading
 import time
@@ -42,6 +41,9 @@ FAILURE_WAIT_S = 1.0
 _POLL_S = 0.1
 _GRACE_S = 2.0  # from the end of the others to our own, if we still hang in a step
 
+OnEnd = Callable[[BaseException | None], None]
+"""Ends this process, which may wait for a rank that is no more. Told why, if that one was never ready."""
+
 
 class Rank:
     """One of the others."""
@@ -52,7 +54,7 @@ class Rank:
         rank: int,
         seat: Seat,
         rendezvous: str,
-        on_death: Callable[[int], None],
+        on_death: Callable[[Rank], None],
     ) -> None:
         self.rank = rank
         self.seat = seat
@@ -89,15 +91,13 @@ class Rank:
             for future in waiting:
                 if not future.done():
                     future.set_exception(death)
-            self._on_death(self.rank)
+            self._on_death(self)
 
     def _take(self, kind: Kind, payload: bytes) -> None:
         message = json.loads(payload)
         if kind is Kind.READY:
             self.ready.set_result(message)
         elif kind is Kind.FAILED:
-            # also here: over NCCL this rank may wait in a collective until it ends with that one
-            logger.error("rank %d cannot serve: %s", self.rank, message["message"])
             self.ready.set_exception(LorafleetError.from_dict(message))
         else:
             number, digest, error = message
@@ -111,8 +111,8 @@ class Rank:
 class Group:
     """All ranks but this one."""
 
-    def __init__(self, config: EngineConfig, on_end: Callable[[], None] = lambda: os._exit(1)) -> None:
-        """Starts them; they initialise when this rank does. `on_end`: the group is over, in mid-step."""
+    def __init__(self, config: EngineConfig, on_end: OnEnd) -> None:
+        """Starts them; they initialise when this rank does."""
         self._on_end = on_end
         self._is_closing = False
         self._directory = tempfile.TemporaryDirectory(prefix="lorafleet-group-")
@@ -202,10 +202,13 @@ class Group:
         if not self._is_closing:
             self.send(messages.encode_json(Kind.DROP, [number]))
 
-    def _on_death(self, rank: int) -> None:
+    def _on_death(self, rank: Rank) -> None:
         if not self._is_closing:
-            logger.error("rank %d has died: the group ends", rank)
-            self._end()
+            failure = rank.ready.exception()
+            logger.error(
+                "rank %d has ended, and so does the group: %s", rank.rank, failure or "it was killed"
+            )
+            self._end(failure)
 
     def _watch(self) -> None:
         while not self._is_closing:
@@ -216,7 +219,7 @@ class Group:
                 self._end()
                 return
 
-    def _end(self) -> None:
+    def _end(self, failure: BaseException | None = None) -> None:
         """The others first: then a step of ours may fail by itself, and tell why."""
         self._is_closing = True
         for rank in self.ranks:
@@ -224,7 +227,7 @@ class Group:
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline and self._busy_since is not None:
             time.sleep(_POLL_S)
-        self._on_end()
+        self._on_end(failure)
 
 
 class GroupReader:

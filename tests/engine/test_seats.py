@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
+from engine.client import EngineClient
 from engine.errors import InvalidRequest, Unavailable
 from engine.tensor_parallel import messages, seats
 from engine.tensor_parallel.messages import Kind
@@ -63,6 +64,20 @@ def test_a_group_of_guests_gives_the_tokens_of_one_process(
             texts.append([output.text for output in engine.generate(["abc"] * 2, params, [None, "a"])])
             engine.close()
     assert texts[0] == texts[1]
+
+
+@pytest.mark.anyio
+async def test_what_a_guest_cannot_serve_is_what_the_engine_tells(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one of several hosts has no such model; the first rank waits for that one meanwhile."""
+    base = make_llama(tmp_path / "base")
+    with guests(address, 2):  # they look for it here
+        monkeypatch.chdir(tmp_path)
+        client = EngineClient(EngineConfig(base.name, tensor_parallel_size=2, rank_address=address))
+        with pytest.raises(InvalidRequest) as error:
+            await client.start()
+    assert error.value.param == "model"
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
