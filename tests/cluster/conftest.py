@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -109,6 +110,19 @@ StartApp = Callable[..., App]
 
 @pytest.fixture
 def start_app(ray_cluster: Any, request: pytest.FixtureRequest) -> Iterator[StartApp]:
+    with starting_apps(request.node.name.replace("[", "-").replace("]", "")) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_app(ray_cluster: Any) -> Iterator[App]:
+    """For tests that leave it as it was: to start one takes as long as most of them."""
+    with starting_apps("shared") as start:
+        yield start({"token_s": 0.02})
+
+
+@contextmanager
+def starting_apps(title: str) -> Iterator[StartApp]:
     """Two engine replicas with fake engines behind the real router, replica and service.
 
     `of`: an application that gets these settings instead of its own.
@@ -143,7 +157,7 @@ def start_app(ray_cluster: Any, request: pytest.FixtureRequest) -> Iterator[Star
             .options(name="caller", max_ongoing_requests=100, ray_actor_options=safe)
             .bind(engines)
         )
-        name = of.name if of else f"app{len(names)}-{request.node.name}".replace("[", "-").replace("]", "")
+        name = of.name if of else f"app{len(names)}-{title}"
         handle = serve.run(caller, name=name, route_prefix=None)
         if of is None:
             names.append(name)

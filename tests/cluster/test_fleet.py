@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -75,18 +77,17 @@ def test_a_hot_adapter_does_not_evict_what_is_in_use(start_app: StartApp) -> Non
     assert {a["tokens"] for a in others.result(timeout_s=30)} == {80}
 
 
-def test_a_closed_stream_frees_its_seat(start_app: StartApp) -> None:
+def test_a_closed_stream_frees_its_seat(shared_app: App) -> None:
     """FR-56."""
-    app = start_app({"token_s": 0.02})
+    app, before = shared_app, sum(s["num_aborted"] for s in shared_app.stats())
     app.generate(*[{"adapter": "a", "max_tokens": 1000, "close_after": 2}] * 6)
     eventually(lambda: sum(s["running"] + s["waiting"] for s in app.stats()) == 0, timeout_s=2)
-    assert sum(s["num_aborted"] for s in app.stats()) == 6
+    assert sum(s["num_aborted"] for s in app.stats()) == before + 6
     assert app.generate({"adapter": "a"})[0]["tokens"] == 3
 
 
-def test_errors_keep_their_kind(start_app: StartApp) -> None:
-    app = start_app({})
-    answers = app.generate(
+def test_errors_keep_their_kind(shared_app: App) -> None:
+    answers = shared_app.generate(
         {"prompt": [OVERLOADED]}, {"adapter": "bad", "uri": "refused:"}, {"prompt": [NO_END]}, {}
     )
     assert [a["error"] for a in answers] == ["Overloaded", "AdapterRefused", "EngineDead", None]
@@ -115,16 +116,30 @@ def test_a_lost_replica_costs_a_retry_or_an_error_and_comes_back_warm(
     assert app.generate({})[0]["error"] is None
 
 
-def test_an_adapter_is_loaded_and_unloaded_on_every_replica(start_app: StartApp) -> None:
+def test_an_adapter_is_loaded_and_unloaded_on_every_replica(shared_app: App) -> None:
     """FR-58."""
-    app = start_app({})
-    report = app.service("load_adapter", AdapterRef("a", "x"))
+    app = shared_app
+    report = app.service("load_adapter", AdapterRef("everywhere", "x"))
     assert report["status"] == "ok"
-    assert [s["adapters"]["a"]["tier"] for s in app.stats()] == ["hbm", "hbm"]
-    assert 'lorafleet_adapter_loaded{adapter="a"' in app.service("metrics_text")
-    app.service("unload_adapter", "a")
-    assert ["a" in s["adapters"] for s in app.stats()] == [False, False]
+    assert [s["adapters"]["everywhere"]["tier"] for s in app.stats()] == ["hbm", "hbm"]
+    assert 'lorafleet_adapter_loaded{adapter="everywhere"' in app.service("metrics_text")
+    app.service("unload_adapter", "everywhere")
+    assert ["everywhere" in s["adapters"] for s in app.stats()] == [False, False]
     app.service("check_health")
+
+
+def test_a_replica_that_hangs_hides_no_other(shared_app: App) -> None:
+    """Nothing has died, so Serve needs half a minute to notice."""
+    app = shared_app
+    hung, well = (stats["pid"] for stats in app.stats())
+    os.kill(hung, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        app.service("check_health")
+        assert time.monotonic() - started < 1.0
+        assert [stats["pid"] for stats in app.stats()] == [well]
+    finally:
+        os.kill(hung, signal.SIGCONT)
 
 
 def test_an_upgrade_under_load_loses_nothing(start_app: StartApp) -> None:
