@@ -108,7 +108,7 @@ class Both:
             plan = prefill_plan(num_tokens + 3, 8, MAX_RANK)
         inputs = StepInputs(64, 8, 8, lists_size(plan), PAGE_TOKENS, {}, torch.device("cpu"))
         num_rows = num_tokens + 3 * (kind == "onto")  # a graph's rows past the batch
-        num_seqs = len(chunks) + 2 * (kind == "onto")
+        num_seqs = len(chunks) + 3 * (kind == "onto")
         batch = inputs.write(chunks, num_rows, num_seqs, int)
         model = CudaLlama(self.spec, self.weights, 128, self.comm, self.peers)
         modules = (model.qkv, model.o, model.gate_up, model.down)
