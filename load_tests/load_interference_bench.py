@@ -30,7 +30,7 @@ import torch
 
 from engine.adapters.host_memory import HostArena
 from engine.adapters.image import AdapterImage
-from engine.adapters.image_reader import ImageReader, LocalReader
+from engine.adapters.image_reader import ImageReader, LocalReader, WantedImage
 from engine.adapters.remote_reader import RemoteReader
 from engine.config import EngineConfig
 from load_tests.pack_bench import FORMAT, write_random_adapter
@@ -121,7 +121,7 @@ def measure(
     reader = kind(CONFIG)
 
     def read(_: int) -> AdapterImage:
-        return reader.read(uri, form, lambda: None, lambda: False, None)
+        return reader.read(WantedImage(uri, None, form))
 
     image = read(0)  # when it is there, imports are done
     steps, seconds = [], []

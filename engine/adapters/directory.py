@@ -15,11 +15,10 @@ from engine.adapters.files import (
     AdapterListing,
     SourceChanged,
     make_listing,
+    read_open_file,
 )
 from engine.adapters.names import check_adapter_name, is_folder_name
 from engine.errors import AccessDenied, InvalidRequest, ModelNotFound, Unavailable
-
-_STEP_BYTES = 4 << 20
 
 
 class DirectorySource:
@@ -86,13 +85,7 @@ class DirectoryFolder:
     ) -> None:
         if _as_file(file.name, os.fstat(fd)) != file:
             raise SourceChanged
-        done = 0
-        while done < len(view):
-            check()
-            count = os.preadv(fd, [view[done : done + _STEP_BYTES]], offset + done)
-            if count == 0:
-                raise SourceChanged
-            done += count
+        read_open_file(fd, offset, view, check)
         # once more: a write in mid-read must be seen
         if _as_file(file.name, os.fstat(fd)) != file:
             raise SourceChanged

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from engine.adapters.files import AdapterFile, AdapterListing, SourceChanged
+from engine.adapters.files import AdapterFile, AdapterListing, SourceChanged, read_open_file
 
 LOW_WATER = 0.9
 _ENTRY_FILE = "entry.json"
@@ -198,13 +198,7 @@ class CachedFolder:
         try:
             fd = self._open(file.name)
             try:
-                done = 0
-                while done < len(view):
-                    check()
-                    count = os.preadv(fd, [view[done : done + _STEP_BYTES]], offset + done)
-                    if count == 0:
-                        raise SourceChanged
-                    done += count
+                read_open_file(fd, offset, view, check)
             finally:
                 os.close(fd)
         except OSError as error:

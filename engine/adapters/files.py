@@ -6,6 +6,7 @@ Only the files named here are ever read; training leftovers beside them are not.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 TOKENIZER_FILE = "tokenizer.json"
+_STEP_BYTES = 4 << 20  # between two looks at whether a read is still wanted
 SUMS_FILE = "SHA256SUMS"  # optional, as `sha256sum * > SHA256SUMS` writes it
 FILE_NAMES = frozenset(
     {
@@ -61,6 +63,17 @@ def make_listing(name: str, uri: str, files: Iterable[AdapterFile]) -> AdapterLi
     known = tuple(sorted((f for f in files if f.name in FILE_NAMES), key=lambda f: f.name))
     content = "\n".join(f"{f.name}\t{f.size}\t{f.etag}" for f in known)
     return AdapterListing(name, uri, hashlib.sha256(content.encode()).hexdigest()[:16], known)
+
+
+def read_open_file(fd: int, offset: int, view: memoryview, check: Callable[[], None]) -> None:
+    """Fill `view`; `check` as in `Folder.read`. Raises SourceChanged if the file ends before, or OSError."""
+    done = 0
+    while done < len(view):
+        check()
+        count = os.preadv(fd, [view[done : done + _STEP_BYTES]], offset + done)
+        if count == 0:
+            raise SourceChanged
+        done += count
 
 
 class Folder(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.adapters.disk_cache import DiskCache
@@ -17,18 +18,20 @@ from engine.errors import InvalidRequest
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class WantedImage:
+    uri: str
+    version: str | None  # None: whatever is there
+    form: ImageFormat
+    check: Callable[[], None] = lambda: None  # called when bytes have moved; what it raises ends the load
+    is_over: Callable[[], bool] = lambda: False  # nobody wants it any more
+
+
 class ImageReader(Protocol):
     """May be used by several threads, each of which waits for its image."""
 
-    def read(
-        self,
-        uri: str,
-        form: ImageFormat,
-        check: Callable[[], None],
-        is_over: Callable[[], bool],
-        version: str | None,
-    ) -> AdapterImage:
-        """As `load_image`: `check` is called when bytes have moved. `is_over`: nobody wants it any more."""
+    def read(self, wanted: WantedImage) -> AdapterImage:
+        """Raises as `load_image`."""
 
     def close(self) -> None: ...
 
@@ -39,15 +42,9 @@ class LocalReader:
         cache = open_disk_cache(config)
         self._disk = DiskWriter(cache, config.max_parallel_loads) if cache else None
 
-    def read(
-        self,
-        uri: str,
-        form: ImageFormat,
-        check: Callable[[], None],
-        is_over: Callable[[], bool],  # `check` says it early enough
-        version: str | None,
-    ) -> AdapterImage:
-        return load_image(uri, form, check, version, self._disk)
+    def read(self, wanted: WantedImage) -> AdapterImage:
+        # `check` says early enough that it is over
+        return load_image(wanted.uri, wanted.form, wanted.check, wanted.version, self._disk)
 
     def close(self) -> None:
         if self._disk is not None:

@@ -33,7 +33,7 @@ import torch
 
 from engine.adapters.host_memory import HostPages
 from engine.adapters.image import ImageFormat
-from engine.adapters.image_reader import LocalReader
+from engine.adapters.image_reader import LocalReader, WantedImage
 from engine.adapters.image_wire import decode_form, encode_image
 from engine.adapters.page_file import PageFile, raise_fd_limit
 from engine.config import EngineConfig
@@ -127,7 +127,7 @@ class LoadProcess:
         content = b""
         try:
             form = replace(self._form, arena=load)
-            image = self._reader.read(uri, form, load.check, lambda: load.is_over, version)
+            image = self._reader.read(WantedImage(uri, version, form, load.check, lambda: load.is_over))
             header, content = encode_image(image)
             answer = ("done", load.number, header, len(content))
         except LorafleetError as error:

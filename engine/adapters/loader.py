@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.adapters.image import AdapterImage, ImageFormat
-from engine.adapters.image_reader import ImageReader, LocalReader
+from engine.adapters.image_reader import ImageReader, LocalReader, WantedImage
 from engine.adapters.manager import STALL_FACTOR
 from engine.config import EngineConfig
 from engine.errors import AdapterRefused, LorafleetError, Unavailable
@@ -162,8 +162,7 @@ class AdapterLoader:
             load.progressed = self._clock()
 
         try:
-            key = load.key
-            image = self._reader.read(key.uri, self._form, check, lambda: load.is_over, key.version)
+            image = self._reader.read(WantedImage(*load.key, self._form, check, lambda: load.is_over))
         except LorafleetError as error:
             # it is remembered for a while, and the frames of its traceback have all that was read
             error.__context__ = error.__cause__ = None

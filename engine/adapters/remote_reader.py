@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from engine.adapters.host_memory import HostArena, HostPages
 from engine.adapters.image import AdapterImage, ImageFormat
-from engine.adapters.image_reader import open_disk_cache
+from engine.adapters.image_reader import WantedImage, open_disk_cache
 from engine.adapters.image_wire import decode_image, encode_form
 from engine.config import EngineConfig
 from engine.errors import LorafleetError, Unavailable
@@ -50,8 +50,7 @@ class _Done(NamedTuple):
 class _Load:
     number: int
     arena: HostArena
-    check: Callable[[], None]
-    is_over: Callable[[], bool]
+    wanted: WantedImage
     # what the thread that waits hears of
     events: queue.SimpleQueue[_PagesWanted | _Done | Exception] = field(default_factory=queue.SimpleQueue)
     pages: HostPages | None = None
@@ -86,17 +85,11 @@ class LoadChild:
     def pid(self) -> int:
         return self._process.pid
 
-    def read(
-        self,
-        uri: str,
-        form: ImageFormat,
-        check: Callable[[], None],
-        is_over: Callable[[], bool],
-        version: str | None,
-    ) -> AdapterImage:
-        """As `ImageReader`; `form` is the same each time, with a HostArena."""
-        assert isinstance(form.arena, HostArena)
-        load = _Load(next(self._numbers), form.arena, check, is_over)
+    def read(self, wanted: WantedImage) -> AdapterImage:
+        """As `ImageReader`; the form is the same each time, with a HostArena."""
+        arena = wanted.form.arena
+        assert isinstance(arena, HostArena)
+        load = _Load(next(self._numbers), arena, wanted)
         with self._lock:
             if self.is_dead:
                 raise _died()
@@ -104,8 +97,8 @@ class LoadChild:
                 self._heard = time.monotonic()
             self._loads[load.number] = load
             if not self._has_form:
-                self._send_form(form, form.arena)
-            self._send(encode_frame(["read", load.number, uri, version]))
+                self._send_form(wanted.form, arena)
+            self._send(encode_frame(["read", load.number, wanted.uri, wanted.version]))
         try:
             return self._attend(load)
         except BaseException:
@@ -180,14 +173,14 @@ class LoadChild:
         if load is None:
             return  # it was done before that was told
         try:
-            load.check()
+            load.wanted.check()
         except Exception as error:
             self._give_up(load, error)
 
     def _look(self) -> None:
         """Give up what nobody wants any more; end a process that hangs."""
         for load in list(self._loads.values()):
-            if load.is_over():
+            if load.wanted.is_over():
                 self._give_up(load, Unavailable("the load was given up"))
         if self._is_ready and self._loads and time.monotonic() - self._heard > self._patience_s:
             logger.error("the process that reads adapters gives no sign of life: it is ended")
@@ -242,15 +235,8 @@ class RemoteReader:
     def pid(self) -> int:
         return self._child.pid
 
-    def read(
-        self,
-        uri: str,
-        form: ImageFormat,
-        check: Callable[[], None],
-        is_over: Callable[[], bool],
-        version: str | None,
-    ) -> AdapterImage:
-        image = self._living_child().read(uri, form, check, is_over, version)
+    def read(self, wanted: WantedImage) -> AdapterImage:
+        image = self._living_child().read(wanted)
         self._num_deaths = 0
         return image
 

@@ -22,8 +22,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from engine.adapters.image import AdapterImage, ImageFormat
-from engine.adapters.image_reader import ImageReader
+from engine.adapters.image import AdapterImage
+from engine.adapters.image_reader import ImageReader, WantedImage
 from engine.config import EngineConfig
 from engine.errors import LorafleetError, Unavailable
 from engine.plan import StepPlan
@@ -153,22 +153,14 @@ class Group:
         for rank in self.ranks:
             rank.send(frame)
 
-    def read_image(
-        self,
-        local: ImageReader,
-        uri: str,
-        form: ImageFormat,
-        check: Callable[[], None],
-        is_over: Callable[[], bool],
-        version: str | None,
-    ) -> AdapterImage:
+    def read_image(self, local: ImageReader, wanted: WantedImage) -> AdapterImage:
         """As `ImageReader.read`, each rank its own part; `local` reads ours. Runs on a loader's thread."""
         number = next(self._numbers)
-        others = [rank.load(number, uri, version) for rank in self.ranks]
+        others = [rank.load(number, wanted.uri, wanted.version) for rank in self.ranks]
         try:
-            image = local.read(uri, form, check, is_over, version)
+            image = local.read(wanted)
             for other in others:
-                if _wait(other, check) != image.digest:
+                if _wait(other, wanted.check) != image.digest:
                     raise Unavailable("the adapter changed at its source meanwhile", retry_after_s=1.0)
         except BaseException:
             self._drop(number)

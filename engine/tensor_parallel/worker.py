@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.adapters.image import AdapterImage, ImageFormat
-from engine.adapters.image_reader import ImageReader
+from engine.adapters.image_reader import ImageReader, WantedImage
 from engine.adapters.page_file import raise_fd_limit
 from engine.adapters.remote_reader import RemoteReader
 from engine.building import BuiltRank, build_rank
@@ -92,7 +92,7 @@ class Worker:
 
         digest, error = None, None
         try:
-            image = self._reader.read(uri, self._form, lambda: None, is_dropped, version)
+            image = self._reader.read(WantedImage(uri, version, self._form, is_over=is_dropped))
         except LorafleetError as e:
             error = e.to_dict()
         except Exception:

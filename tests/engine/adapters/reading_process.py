@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from engine.adapters.host_memory import HostArena
+from engine.adapters.image_reader import WantedImage
 from engine.adapters.remote_reader import RemoteReader
 from engine.config import EngineConfig
 from tests.engine.adapters.adapter_dirs import FORMAT
@@ -15,7 +16,7 @@ from tests.engine.adapters.adapter_dirs import FORMAT
 def main(uri: str) -> None:
     form = replace(FORMAT, arena=HostArena(FORMAT.page_elems, FORMAT.dtype))
     reader = RemoteReader(EngineConfig(model="unused"))
-    reader.read(uri, form, lambda: None, lambda: False, None)
+    reader.read(WantedImage(uri, None, form))
     sys.stdout.write(f"{reader.pid}\n")
     sys.stdout.flush()
     time.sleep(3600)

@@ -20,6 +20,7 @@ import torch
 
 from engine.adapters.host_memory import HostArena
 from engine.adapters.image import AdapterImage, ImageFormat
+from engine.adapters.image_reader import WantedImage
 from engine.adapters.load_process import NICENESS
 from engine.adapters.loader import AdapterLoader, LoadResult
 from engine.adapters.loading import load_image
@@ -110,9 +111,8 @@ class Read:
 
     def _run(self) -> None:
         try:
-            self.image = self.reader.read(
-                self.uri, self.form, self._check, lambda: self.is_over, self.version
-            )
+            wanted = WantedImage(self.uri, self.version, self.form, self._check, lambda: self.is_over)
+            self.image = self.reader.read(wanted)
         except Exception as error:
             self.error = error.with_traceback(None)  # its frames have pages
         self.done.set()
