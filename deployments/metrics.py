@@ -14,7 +14,8 @@ counts as zero, and the names under "adapters" are names that the engine accepte
      "page_bytes": 2097152, "page_tokens": 16,
      "slots": {"total": 64, "used": 2},                         # adapter slots
      "host_cache": {"capacity_bytes": 2147483648, "used_bytes": 50331648},
-     "evictions": {"hbm": {"pages": 4, "slot": 0, "unloaded": 1}, "host": {"bytes": 1}},  # by tier and cause
+     "evictions": {"hbm": {"pages": 4, "unused": 2, "unloaded": 1}, "host": {"bytes": 1}},  # tier and cause
+     "prefetches": {"hint": {"copied": 3, "used": 3}, "popularity": {...}},  # copied before they were wanted
      "load_seconds": {"bounds": [0.01, 0.1, 1.0], "counts": [1, 5, 2, 0], "sum": 1.7},  # last: above all
      "step_seconds": {...}, "step_adapters": {...},             # histograms too; adapters in a step
      "adapters": {
@@ -153,6 +154,12 @@ def _replica_families(replicas: list[Stats]) -> Iterator[Metric]:
 def _pool_families(replicas: list[Stats]) -> Iterator[Metric]:
     pages = gauge("pool_pages", "Pages of the pool by owner.", "owner")
     evictions = counter("evictions", "Evictions of adapters by cause.", "tier", "cause")
+    prefetches = counter(
+        "prefetches", "Adapters copied to the pool before a request asked for them.", "reason"
+    )
+    used = counter(
+        "prefetches_used", "Of these, those that a request asked for while they were there.", "reason"
+    )
     routes = counter("router_requests", "Requests by why they were routed here.", "reason")
     for stats in replicas:
         replica = stats["replica"]
@@ -162,9 +169,12 @@ def _pool_families(replicas: list[Stats]) -> Iterator[Metric]:
         for tier, causes in stats.get("evictions", {}).items():
             for cause, count in causes.items():
                 evictions.add_metric([tier, cause, replica], count)
+        for reason, counts in stats.get("prefetches", {}).items():
+            prefetches.add_metric([reason, replica], counts["copied"])
+            used.add_metric([reason, replica], counts["used"])
         for reason, count in sorted(stats.get("routes", {}).items()):
             routes.add_metric([reason, replica], count)
-    yield from (pages, evictions, routes)
+    yield from (pages, evictions, prefetches, used, routes)
 
 
 def _adapter_families(replicas: list[Stats]) -> Iterator[Metric]:

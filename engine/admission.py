@@ -12,6 +12,7 @@ from enum import Enum
 from engine.copy_clock import CopyClock
 from engine.memory import Needed, PoolMemory
 from engine.plan import AdapterLoad
+from engine.prefetch import Prefetch, Reason
 from engine.residency import ResidentAdapter
 from engine.sequence import Sequence
 
@@ -95,8 +96,15 @@ class Admission:
             if self._lack_of_cold(digest) is None and self._memory.can_take(num_pages, needed):
                 self._load(digest, num_pages, needed)
 
-    def _load(self, digest: str, num_pages: int, needed: Needed) -> ResidentAdapter:
-        adapter = self._memory.load_adapter(digest, num_pages, needed, self._now)
+    def load_ahead(self, prefetch: Prefetch) -> None:
+        """Before any request has asked for it."""
+        needed = Needed(self.protected, self._queued)
+        if prefetch.reason is Reason.POPULARITY:
+            self._memory.free_cheapest(prefetch.num_pages)
+        self._load(prefetch.digest, prefetch.num_pages, needed, is_ahead=True)
+
+    def _load(self, digest: str, num_pages: int, needed: Needed, is_ahead: bool = False) -> ResidentAdapter:
+        adapter = self._memory.load_adapter(digest, num_pages, needed, self._now, is_ahead)
         after_steps = self._memory.is_busy(adapter.page_ids)
         begins_at = self._starts_at if after_steps and self._starts_at < math.inf else self._now
         adapter.ready_at = self._copies.add(num_pages, begins_at)

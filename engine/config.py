@@ -40,6 +40,7 @@ class EngineConfig:
     max_overtaken_s: float = 2.0
     fairness: Fairness = "tokens"  # who starts next: the adapter that was given least, or the oldest request
     eviction_policy: EvictionPolicy = "score"  # of adapters and prefix pages, in the pool and in host memory
+    prefetch: bool = True  # adapters from host memory to free pages of the pool, before anybody asks for them
     pinned_adapters: tuple[str, ...] = ()  # names; never evicted from the pool once they are there
     tensor_parallel_size: int = 1  # ranks of this replica's group, each with a part of base and adapters
     rank_address: str | None = None  # host:port to which a group's other ranks connect; None: it starts them

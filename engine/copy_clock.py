@@ -18,6 +18,9 @@ class CopyClock:
     def is_backed_up(self, now: float) -> bool:
         return self._done_at - now > MOST_BACKLOG_S
 
+    def is_idle(self, now: float) -> bool:
+        return self._done_at <= now
+
     def add(self, num_pages: int, now: float) -> float:
         """Queue a copy; returns when it will be done."""
         self._done_at = max(self._done_at, now) + num_pages * self._seconds_per_page

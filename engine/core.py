@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.adapters.layout import too_many_pages
-from engine.adapters.manager import AdapterManager, Loaded
+from engine.adapters.manager import AdapterManager, Loaded, Version
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
 from engine.errors import (
@@ -88,6 +88,7 @@ class EngineCore:
                 fair=config.fairness == "tokens",
                 max_overtakes=config.max_overtakes,
                 max_overtaken_s=config.max_overtaken_s,
+                prefetch=config.prefetch,
                 page_copy_s=geometry.page_bytes / runner.copy_bytes_per_s,
             ),
             self.memory,
@@ -103,6 +104,7 @@ class EngineCore:
         self._events: list[Event] = []
         self._step_clock = StepClock()
         self._deadlines = Deadlines()
+        self._hinted: set[Version] = set()  # whose image must be read first
         self._pinned = set(config.pinned_adapters)  # names, loaded or not
         self._in_flight: deque[dict[str, Sequence]] = deque()  # of each step: what it samples a token for
 
@@ -110,7 +112,9 @@ class EngineCore:
     def is_idle(self) -> bool:
         if self.scheduler.has_work or self._in_flight:
             return False
-        return not any(digest in self.manager for digest in self.memory.residency.absent_pinned)
+        if any(digest in self.manager for digest in self.memory.residency.absent_pinned):
+            return False
+        return not self.scheduler.can_prefetch(self._clock(), self.manager)
 
     def add_request(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest, RequestTooLarge or Overloaded; then nothing has changed."""
@@ -136,13 +140,16 @@ class EngineCore:
     def on_loaded(self, result: LoadResult) -> None:
         """A load ended. Its waiters need the image as much as requests that are queued already."""
         before = self.manager.digest(result.ref)
+        version = Version(result.ref.uri, result.ref.version)
+        is_hinted = version in self._hinted
+        self._hinted.discard(version)
         needed = self._needed() | ({result.image.digest} if result.image else frozenset())
         loaded = self.manager.on_loaded(result, needed)
         error = loaded.error
         if loaded.image is not None:
             error = self._too_many_pages(loaded.image.num_pages)
             if error is None:
-                self._on_image(loaded, loaded.image.digest)
+                self._on_image(loaded, loaded.image.digest, is_hinted)
             else:
                 self.manager.refuse(loaded, error)
         if error is not None:
@@ -169,9 +176,13 @@ class EngineCore:
             self.manager.want(ref, call_id)
 
     def prefetch(self, ref: AdapterRef) -> None:
-        """A request for it is on its way."""
-        if self._find(ref) is None:
+        """A request for it is on its way: have it ready by then, if that harms nobody."""
+        digest = self._find(ref)
+        if digest is None:
+            self._hinted.add(Version(ref.uri, ref.version))
             self.manager.want(ref)
+        else:
+            self.scheduler.prefetcher.hint(digest, self._num_pages(digest), self._clock())
 
     def unload_adapter(self, call_id: str, name: str) -> None:
         """Its requests finish; then its pages and host bytes are free. A CallEvent answers."""
@@ -410,17 +421,20 @@ class EngineCore:
             if s.digest and self.memory.residency.get(s.digest) is None
         )
 
-    def _on_image(self, loaded: Loaded, digest: str) -> None:
+    def _on_image(self, loaded: Loaded, digest: str, is_hinted: bool) -> None:
         name = loaded.ref.name
+        assert loaded.image is not None
         self._retire(self.manager.rename(name, digest))
         self.scheduler.keep(digest)
         self.memory.order.used(digest, self._clock(), count=0.0)
+        self.scheduler.prefetcher.in_host(digest, loaded.image.num_pages)
+        if is_hinted:
+            self.scheduler.prefetcher.hint(digest, loaded.image.num_pages, self._clock())
         if name in self._pinned:
             # a version that finds no room is served unpinned; `pinned` in the statistics tells
             with suppress(Conflict):
                 self._pin(digest)
         stats = self.stats.adapter(name)
-        assert loaded.image is not None
         stats.on_load(loaded.seconds, loaded.image.rank, loaded.image.is_from_disk)
         self.stats.load_seconds.observe(loaded.seconds)
         for waiter in loaded.waiters:

@@ -23,6 +23,9 @@ Policy = Literal["score", "lru"]
 MAX_REMEMBERED = 1 << 14
 """Adapters whose uses are remembered, resident or not."""
 
+NEVER_USED = 4.0
+"""So many half lives older than one that was used once is an adapter copied ahead of its first use."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReloadCosts:
@@ -50,6 +53,7 @@ class ReloadCosts:
 class _Uses:
     count: float  # faded to `last_used`
     last_used: float
+    was_used: bool  # or somebody is about to; else it was only loaded
 
 
 class EvictionOrder:
@@ -76,13 +80,19 @@ class EvictionOrder:
         """`count` 0: loaded for uses to come. What is new counts as used once: it is not the first to go."""
         uses = self._uses.get(digest)
         if uses is None:
-            self._uses[digest] = _Uses(max(1.0, count), now)
+            self._uses[digest] = _Uses(max(1.0, count), now, count > 0.0)
             if len(self._uses) > MAX_REMEMBERED:
                 self._uses.popitem(last=False)
             return
         uses.count = count + uses.count * 0.5 ** ((now - uses.last_used) / self._half_life_s)
         uses.last_used = now
+        uses.was_used = uses.was_used or count > 0.0
         self._uses.move_to_end(digest)
+
+    def expected(self, digest: str, now: float) -> None:
+        """Somebody is about to use it: until then it counts as used once, if it never was."""
+        self.used(digest, now, count=0.0)
+        self._uses[digest].was_used = True
 
     def resident_adapter(self, digest: str, num_pages: int) -> float:
         """Its pages in the pool; it comes back from host memory if it is there."""
@@ -92,6 +102,14 @@ class EvictionOrder:
         else:
             seconds_a_page = costs.read_page_s + costs.read_s / num_pages
         return self._worth(digest, seconds_a_page)
+
+    def ahead_of_use(self, digest: str, num_pages: int) -> float:
+        """The same if nobody has asked for that copy: what was never used is worth little."""
+        worth = self.resident_adapter(digest, num_pages)
+        uses = self._uses.get(digest)
+        if uses is None or uses.was_used:
+            return worth
+        return worth - NEVER_USED * (self._half_life_s if self._policy == "lru" else 1.0)
 
     def host_image(self, digest: str, num_pages: int) -> float:
         """Its image in host memory; it comes back from the source."""

@@ -21,6 +21,7 @@ from engine.residency import AdapterResidency, ResidentAdapter
 class EvictionCause(Enum):
     PAGES = "pages"  # somebody needed pages
     SLOT = "slot"  # another adapter needed the slot
+    UNUSED = "unused"  # it was copied ahead of requests, and none came
     UNLOADED = "unloaded"  # asked for by the operator, or replaced by a newer version
 
 
@@ -104,21 +105,41 @@ class PoolMemory:
         """Whether an adapter slot can be had right now by evicting."""
         return self.residency.has_free_slot or any(True for _ in self._evictable(needed))
 
-    def load_adapter(self, digest: str, num_pages: int, needed: Needed, now: float) -> ResidentAdapter:
+    def has_cheaper(self, num_pages: int, worth: float) -> bool:
+        """Whether so many pages are free, or hold prefixes that are worth less."""
+        num_missing = num_pages - self.pool.num_free
+        if num_missing <= 0:
+            return True
+        last_used = self.prefix.new_last_used(num_missing)
+        return last_used is not None and self.order.prefix_page(last_used, self.prefix.new_reuse) < worth
+
+    def free_cheapest(self, num_pages: int) -> None:
+        """Evict prefixes until so many pages are free. Only after `has_cheaper`."""
+        while not self.pool.can_allocate(num_pages):
+            cheapest = self.prefix.cheapest_leaf(self.order.prefix_page)
+            assert cheapest is not None
+            leaf = cheapest[1]
+            self._free_prefix_pages([self.prefix.evict(leaf)], leaf.last_used)
+
+    def load_adapter(
+        self, digest: str, num_pages: int, needed: Needed, now: float, is_ahead: bool = False
+    ) -> ResidentAdapter:
         """Pages and a slot for an adapter, evicting others. Only after `has_slot` and `can_take`.
 
-        The caller sets `ready_at` if the copy takes time.
+        `is_ahead`: no request has asked for it. The caller sets `ready_at` if the copy takes time.
         """
         if not self.residency.has_free_slot:
             victim = self._cheapest_adapter(needed)
             assert victim is not None
             self.evict_adapter(victim.digest, EvictionCause.SLOT)
         page_ids = self.take(Owner(PageKind.ADAPTER, digest), num_pages, needed)
-        return self.residency.insert(digest, page_ids, now)
+        return self.residency.insert(digest, page_ids, now, is_ahead)
 
     def evict_adapter(self, digest: str, cause: EvictionCause) -> None:
         """With the prefix KV that only its requests could use. The adapter must be idle."""
         adapter = self.residency.evict(digest)
+        if adapter.is_ahead and cause is not EvictionCause.UNLOADED:
+            cause = EvictionCause.UNUSED
         # nobody has used its prefix later than the adapter itself
         self._free_prefix_pages(self.prefix.evict_namespace(digest), adapter.last_used)
         self.give_back(Owner(PageKind.ADAPTER, digest), adapter.page_ids, adapter.last_used)
@@ -157,7 +178,7 @@ class PoolMemory:
         busy: ResidentAdapter | None = None
         for adapter in self._evictable(needed):
             is_queued = adapter.digest in needed.any
-            is_busy = adapter.last_used >= self._planned_at
+            is_busy = self._is_busy(adapter)
             if queued if is_queued else is_busy and busy:
                 continue
             if self.residency.revalue(adapter):
@@ -187,10 +208,14 @@ class PoolMemory:
     ) -> bool:
         if adapter.digest in needed.any:
             return False
-        is_leaf_busy, is_adapter_busy = (x.last_used >= self._planned_at for x in (leaf, adapter))
-        if is_leaf_busy != is_adapter_busy:
+        is_leaf_busy = leaf.last_used >= self._planned_at
+        if is_leaf_busy != self._is_busy(adapter):
             return is_leaf_busy
         return adapter.worth < leaf_worth
+
+    def _is_busy(self, adapter: ResidentAdapter) -> bool:
+        """A step in flight may read it, or its copy may still be under way."""
+        return max(adapter.last_used, adapter.ready_at) >= self._planned_at
 
     def _free_prefix_pages(self, page_ids: list[int], last_used: float) -> None:
         self.give_back(PREFIX_OWNER, tuple(page_ids), last_used)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter, itemgetter
 
 _REUSE_WINDOW = 1 << 14
@@ -77,6 +78,17 @@ class PrefixCache:
     @property
     def namespaces(self) -> tuple[str, ...]:
         return tuple(self._roots)
+
+    @property
+    def new_reuse(self) -> float:
+        """How often a page that was never found is found yet, on average."""
+        return self._new.reuse
+
+    def new_last_used(self, count: int) -> float | None:
+        """The last use of the `count`-th oldest unused page that was never found; None: there are fewer."""
+        if len(self._new.unused) < count:
+            return None
+        return next(islice(self._new.unused, count - 1, None)).last_used
 
     def match(self, namespace: str, token_ids: Sequence[int], num_tokens: int) -> list[PrefixNode]:
         """The longest chain of cached full pages within the first `num_tokens`. Modifies nothing."""

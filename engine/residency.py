@@ -20,6 +20,7 @@ class ResidentAdapter:
     page_ids: tuple[int, ...]
     num_leases: int = 0  # running requests
     pinned: bool = False
+    is_ahead: bool = False  # copied before a request asked for it, and none has yet
     ready_at: float = 0.0  # its weights are expected to be in the pool by then
     last_used: float = 0.0  # when it was loaded, or released by its last user
     worth: float = 0.0  # while it is idle; see `EvictionOrder`
@@ -101,10 +102,13 @@ class AdapterResidency:
             adapter.pinned = False
             self._enter_idle(adapter)
 
-    def insert(self, digest: str, page_ids: tuple[int, ...], now: float) -> ResidentAdapter:
+    def insert(
+        self, digest: str, page_ids: tuple[int, ...], now: float, is_ahead: bool = False
+    ) -> ResidentAdapter:
         assert digest not in self._resident, digest
         adapter = ResidentAdapter(digest, self._free_slots.pop(), page_ids, last_used=now)
         adapter.pinned = digest in self._pinned
+        adapter.is_ahead = is_ahead
         self._num_absent -= adapter.pinned
         self._resident[digest] = adapter
         self._order.used(digest, now, count=0.0)
@@ -120,6 +124,12 @@ class AdapterResidency:
         del self._resident[digest]
         self._free_slots.append(adapter.slot)
         return adapter
+
+    def asked(self, digest: str) -> None:
+        """A request for it is here: it is no longer ahead of all."""
+        adapter = self._resident[digest]
+        adapter.is_ahead = False
+        self.revalue(adapter)
 
     def acquire(self, digest: str) -> None:
         adapter = self._resident[digest]
@@ -139,9 +149,9 @@ class AdapterResidency:
         return (self._resident[digest] for _, digest in self._idle)
 
     def revalue(self, adapter: ResidentAdapter) -> bool:
-        """Whether an idle adapter's worth has changed: since it fell idle its image has left host memory."""
-        worth = self._order.resident_adapter(adapter.digest, len(adapter.page_ids))
-        if worth == adapter.worth:
+        """Whether an idle adapter's worth has changed: since it fell idle its image has left host memory, or
+        it was asked for."""
+        if not adapter.is_idle or self._worth(adapter) == adapter.worth:
             return False
         self._leave_idle(adapter)
         self._enter_idle(adapter)
@@ -149,9 +159,13 @@ class AdapterResidency:
 
     def _enter_idle(self, adapter: ResidentAdapter) -> None:
         if adapter.is_idle:
-            adapter.worth = self._order.resident_adapter(adapter.digest, len(adapter.page_ids))
+            adapter.worth = self._worth(adapter)
             bisect.insort(self._idle, (adapter.worth, adapter.digest))
             self.num_idle_pages += len(adapter.page_ids)
+
+    def _worth(self, adapter: ResidentAdapter) -> float:
+        worth = self._order.ahead_of_use if adapter.is_ahead else self._order.resident_adapter
+        return worth(adapter.digest, len(adapter.page_ids))
 
     def _leave_idle(self, adapter: ResidentAdapter) -> None:
         if adapter.is_idle:

@@ -32,6 +32,7 @@ from engine.copy_clock import CopyClock
 from engine.errors import Conflict, RequestTooLarge
 from engine.memory import EvictionCause, Needed, PoolMemory
 from engine.plan import PENDING, ScheduledChunk, StepPlan
+from engine.prefetch import Prefetcher
 from engine.request import FinishReason
 from engine.residency import AdapterResidency
 from engine.sequence import Sequence
@@ -52,7 +53,9 @@ class SchedulerConfig:
     fair: bool = True  # new requests by what their adapter was given so far; False: by arrival
     max_overtakes: int = 32
     max_overtaken_s: float = 2.0
-    page_copy_s: float = 0.0  # seconds that a page of an adapter takes from host memory to the device
+    # seconds that a page of an adapter takes from host memory to the device, beside a step; 0: within it
+    page_copy_s: float = 0.0
+    prefetch: bool = True  # adapters to free pages, before anybody asks for them
 
 
 class Scheduler:
@@ -64,6 +67,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by arrival
         self._sequences: dict[str, Sequence] = {}
         self._copies = CopyClock(config.page_copy_s)
+        self.prefetcher = Prefetcher(memory, config.prefetch)
         self._retired: set[str] = set()  # digests to drop when their last request ends
 
     def __contains__(self, request_id: str) -> bool:
@@ -98,6 +102,8 @@ class Scheduler:
             )
         self._sequences[seq.request_id] = seq
         self.waiting.add(seq)
+        if seq.digest:
+            self.prefetcher.asked(seq.digest)
 
     def finish(self, request_id: str, now: float) -> None:
         """Done, cancelled or failed: everything it holds goes back."""
@@ -119,6 +125,7 @@ class Scheduler:
         self.memory.residency.unpin(digest)
         if self.memory.residency.get(digest) is not None:
             self.memory.evict_adapter(digest, EvictionCause.UNLOADED)
+        self.prefetcher.forget(digest)
 
     def keep(self, digest: str) -> None:
         """Undo `retire`: the content is wanted again."""
@@ -168,7 +175,14 @@ class Scheduler:
         )
         admitted = [] if preempted else self._admit(admission, chunks, now)
         admission.load_pinned()
+        if not preempted:
+            self._prefetch(admission, loadable, now, is_idle=not chunks)
         evictions, freed = self.memory.drain_changes(now)
+        for eviction in evictions:
+            if eviction.cause is EvictionCause.UNLOADED or eviction.digest in self._retired:
+                self.prefetcher.forget(eviction.digest)
+            else:
+                self.prefetcher.evicted(eviction.digest, len(eviction.page_ids))
         for chunk in chunks:
             self._advance(chunk)
         return StepPlan(
@@ -180,6 +194,10 @@ class Scheduler:
             preempted=tuple(preempted),
             missing=tuple(sorted(admission.missing)),
         )
+
+    def can_prefetch(self, now: float, loadable: Container[str]) -> bool:
+        """Whether an adapter could be copied ahead of requests, where none is there."""
+        return self.prefetcher.choose(loadable, self.waiting.namespaces, 0, now) is not None
 
     def on_token(self, request_id: str, token_id: int) -> FinishReason | None:
         """The oldest pending token of a request; the reason if it is the last one."""
@@ -194,6 +212,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         self.memory.check_invariants()
+        self.prefetcher.check_invariants()
         assert len(self.waiting) + len(self.running) == len(self._sequences)
         assert len(self.running) <= self.config.max_num_seqs
         self.waiting.check_invariants()
@@ -278,6 +297,20 @@ class Scheduler:
     def _run(self, seq: Sequence) -> None:
         self.waiting.start(seq)
         _insert(self.running, seq)
+
+    def _prefetch(
+        self, admission: Admission, loadable: Container[str] | None, now: float, is_idle: bool
+    ) -> None:
+        """One adapter, and never behind another copy, so that a request waits for one at most."""
+        if admission.protected or not self._copies.is_idle(now):
+            return  # somebody waits for pages or for a copy
+        if not is_idle and self.config.page_copy_s == 0.0:
+            return
+        num_spare_pages = self.config.spare_pages * len(self.running)
+        prefetch = self.prefetcher.choose(loadable, self.waiting.namespaces, num_spare_pages, now)
+        if prefetch is not None:
+            admission.load_ahead(prefetch)
+            self.prefetcher.copied(prefetch)
 
     def _is_starving(self, seq: Sequence, now: float) -> bool:
         """It is blocked now, and was for too long."""

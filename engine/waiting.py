@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -66,7 +66,7 @@ class WaitingQueue:
         return chain.from_iterable(account.waiting for account in self._waiting.values())
 
     @property
-    def namespaces(self) -> Container[str]:
+    def namespaces(self) -> Set[str]:
         """Of waiting requests; it follows the changes."""
         return self._waiting.keys()
 

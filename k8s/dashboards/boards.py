@@ -230,6 +230,13 @@ REPLICAS = Board(
         ),
         replica_rate("Preemptions", "preemptions_total"),
         evictions(REPLICA),
+        panel(
+            "Prefetches",
+            "lines",
+            (rate("prefetches_total", REPLICA, "reason"), "{{reason}}"),
+            (rate("prefetches_used_total", REPLICA, "reason"), "{{reason}}, used"),
+            about="Adapters copied to the pool before a request asked for them.",
+        ),
         quantiles("Loads", "adapter_load_duration_seconds", selector=REPLICA),
         replica_gauges(
             "Host memory for adapters",

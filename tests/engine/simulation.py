@@ -129,6 +129,7 @@ class Simulation:
         page_copy_s: float = 0.0,
         fair: bool = False,
         spare_pages: int = 0,
+        prefetch: bool = True,
     ) -> None:
         self.memory = memory or PoolMemory(num_pages, PAGE_TOKENS, num_slots)
         config = SchedulerConfig(
@@ -141,6 +142,7 @@ class Simulation:
             page_copy_s=page_copy_s,
             fair=fair,
             spare_pages=spare_pages,
+            prefetch=prefetch,
         )
         self.scheduler = Scheduler(config, self.memory)
         self.runner = SimulatedRunner(num_pages, num_slots)

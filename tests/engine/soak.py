@@ -1,7 +1,7 @@
 """Everything at once on a real CPU engine: python -m tests.engine.soak --minutes 30
 
-Requests, loads of new versions, broken versions, unloads, aborts, on a pool and a host cache that are much
-too small, with `check_invariants()` and NaN in freed pages at every step. Each output must be what an
+Requests, hints, loads of new versions, broken versions, unloads, aborts, on a pool and a host cache that are
+much too small, with `check_invariants()` and NaN in freed pages at every step. Each output must be what an
 undisturbed engine gives for that version of that adapter, as far as it came; in the end nothing may be held.
 """
 
@@ -91,6 +91,8 @@ class Soak:
             self.core.unload_adapter(next(self.ids), name)
         elif roll < 0.135:
             self.core.load_adapter(next(self.ids), self.ref(name))
+        elif roll < 0.15:
+            self.core.prefetch(self.ref(name))
 
     def publish(self, name: str) -> None:
         """Another version at the source, one in eight broken."""
@@ -207,6 +209,8 @@ def soak(path: Path, seconds: float, seed: int) -> Counter[str]:
         run.counts["preemptions"] = stats.preemptions
         run.counts["evictions"] = sum(stats.hbm_evictions.values())
         run.counts["steps"] = stats.steps
+        for reason, counts in run.core.scheduler.prefetcher.to_dict().items():
+            run.counts[f"prefetched by {reason}"] = counts["copied"]
     finally:
         run.close()
     deadline = time.monotonic() + 10

@@ -122,7 +122,7 @@ def test_base_rows_do_not_notice_adapters(setup: Setup, engine: Engine) -> None:
 
 def test_one_slot_serves_adapters_in_turn(setup: Setup) -> None:
     """FR-25: what an adapter does not cover is not left over from the one before it."""
-    engine = setup.engine(max_adapters=1)
+    engine = setup.engine(max_adapters=1, prefetch=False)
     tokens = prompt(3, 21)
     for name in ("r64-all", "r1-q", "r64-all", "r8-down", "r4-all", "r1-q"):
         (output,) = engine.generate([tokens], GREEDY, [name])

@@ -21,6 +21,7 @@ NUMBERS = [
         "eviction_policy",
         "lora_sharding",
         "pinned_adapters",
+        "prefetch",
         "disk_cache_dir",
         "rank_address",
     )

@@ -17,7 +17,7 @@ from tests.engine.simulation import PAGE_TOKENS, VOCAB, Simulation, Tokens
 
 
 class Soak:
-    """Random arrivals, aborts and reloads of adapters, on a pool that is much too small for them."""
+    """Random arrivals, hints, aborts and reloads of adapters, on a pool that is much too small for them."""
 
     def __init__(self, seed: int, num_requests: int = 40) -> None:
         self.rng = rng = random.Random(seed)
@@ -33,7 +33,8 @@ class Soak:
             max_in_flight=rng.choice((1, 2)),
             fair=rng.random() < 0.7,
             spare_pages=rng.choice((0, 2)),
-            page_copy_s=rng.choice((0.0, 0.3)),
+            page_copy_s=rng.choice((0.0, 0.1, 0.3)),
+            prefetch=rng.random() < 0.8,
         )
         self.num_requests = num_requests
         self.versions = dict.fromkeys(range(rng.randint(1, 4)), 0)  # adapter -> version
@@ -77,8 +78,18 @@ class Soak:
         else:
             self.versions[adapter] += 1
 
+    def hint(self) -> None:
+        adapter = self.rng.choice(list(self.versions))
+        prefetcher = self.simulation.scheduler.prefetcher
+        prefetcher.hint(self.digest(adapter), self.num_pages[adapter], self.simulation.now)
+
+    def read(self) -> None:
+        adapter = self.rng.choice(list(self.versions))
+        self.simulation.scheduler.prefetcher.in_host(self.digest(adapter), self.num_pages[adapter])
+
     def disturb(self) -> None:
-        for event, probability in ((self.abort, 0.02), (self.reload, 0.02)):
+        events = (self.abort, 0.02), (self.reload, 0.02), (self.hint, 0.05), (self.read, 0.05)
+        for event, probability in events:
             if self.rng.random() < probability:
                 event()
 

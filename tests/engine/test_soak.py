@@ -14,5 +14,5 @@ def test_everything_at_once(tmp_path: Path) -> None:
     seed = secrets.randbelow(1 << 32)
     counts = soak(tmp_path, SECONDS, seed)
     # it did what it is for
-    for name in ("length", "abort", "AdapterRefused", "evictions"):
+    for name in ("length", "abort", "AdapterRefused", "evictions", "prefetched by hint"):
         assert counts[name] > 0, (seed, counts)
