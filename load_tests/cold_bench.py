@@ -47,7 +47,7 @@ NUM_PAGES = 40_000  # of 2 MiB
 NUM_STREAMS = 64
 CONFIG = EngineConfig(
     model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
-    max_adapters=512, host_cache_bytes=1 << 42, prefix_cache=False,
+    max_adapters=512, host_cache_bytes=1 << 42, prefix_cache=False, prefetch=False,
 )  # fmt: skip
 
 CASES = ("copy", "ttft", "storm", "thrash", "slora-s2")

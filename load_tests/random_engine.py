@@ -88,10 +88,11 @@ class RandomEngine:
     def read(self, names: Iterable[str]) -> None:
         """Into host memory, random ones."""
         for name in names:
-            self.core.prefetch(self._ref(name))
+            self.core.load_adapter(f"read {name}", self._ref(name))
         for result in self._host.done:
             self.core.on_loaded(result)
         self._host.done.clear()
+        self.core.take_events()
 
     def request(
         self, request_id: str, prompt: Sequence[int], num_output: int, adapter: str | None

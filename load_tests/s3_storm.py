@@ -57,7 +57,7 @@ NUM_SHARED = 8  # adapters of the streams
 NUM_ADAPTERS = NUM_SHARED + 32
 CONFIG = EngineConfig(
     model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
-    max_adapters=64, host_cache_bytes=64 << 30, prefix_cache=False,
+    max_adapters=64, host_cache_bytes=64 << 30, prefix_cache=False, prefetch=False,
 )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ class Policy:
     name: str
     build: Callable[[int, int, int], PoolMemory]  # pages, slots, pages of the largest adapter
     drops_idle: bool = False  # S-LoRA: whenever a request ends, what nobody runs or waits for goes
+    prefetch: bool = False  # by popularity
+    hint_s: float | None = None  # so long before a request arrives its adapter is hinted
 
 
 class StaticArea(PoolMemory):
@@ -109,9 +111,11 @@ def _unified(policy: str, num_pages: int, num_slots: int, largest: int) -> PoolM
     return PoolMemory(num_pages, PAGE_TOKENS, num_slots, order)
 
 
-OURS = Policy("ours", partial(_unified, "score"))
+OURS = Policy("ours", partial(_unified, "score"), prefetch=True)
 POLICIES = (
     OURS,
+    Policy("ours, no prefetch", partial(_unified, "score")),
+    Policy("ours, hints", partial(_unified, "score"), prefetch=True, hint_s=0.05),
     Policy("LRU", partial(_unified, "lru")),
     Policy("Chameleon's score", Chameleon),
     *(Policy(f"static {share:.0%}", partial(StaticArea, share)) for share in (0.10, 0.25, 0.50)),

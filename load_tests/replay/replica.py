@@ -27,7 +27,7 @@ from engine.request import AdapterRef, GenerateRequest
 from engine.runner.base import SampledToken
 from engine.sampling_params import SamplingParams
 from load_tests.replay.policies import PAGE_TOKENS, Policy
-from load_tests.replay.workloads import NUM_SLOTS, PAGE_BYTES, Arrival, Workload
+from load_tests.replay.workloads import NUM_SLOTS, PAGE_BYTES, Workload
 
 if TYPE_CHECKING:
     from engine.adapters.image import AdapterImage
@@ -40,7 +40,6 @@ SOURCE_LATENCY_S = 0.05
 MAX_NUM_SEQS = 128
 MAX_BATCHED_TOKENS = 4096
 LOOK_AGAIN_S = 0.02  # as `engine.loop` does when nothing can run
-WARM_UP = 0.2  # of a trace, not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +170,7 @@ class Replica:
             max_queued_requests=1 << 20,
             max_adapters=NUM_SLOTS,
             host_cache_bytes=workload.host_bytes,
+            prefetch=policy.prefetch,
         )
         manager = AdapterManager(
             self._source, config.host_cache_bytes, config.max_parallel_loads, memory.order.host_image
@@ -188,31 +188,42 @@ class Replica:
         self.first_token: dict[str, float] = {}
         self.hits: Counter[str] = Counter()  # by tier: where its adapter was when a request arrived
         self.num_tokens_in_window = 0
+        self._arrivals = deque(workload.arrivals)
+        self._hints = deque(workload.arrivals if policy.hint_s is not None else ())
         self._fill_host_memory()
 
     def run(self) -> None:
         """Until every request has ended."""
-        arrivals = deque(self._workload.arrivals)
         core = self.core
-        while arrivals or not core.is_idle or self._source.next_at < float("inf"):
-            self._deliver(arrivals)
+        while self._arrivals or not core.is_idle or self._source.next_at < float("inf"):
+            self._deliver()
             if core.is_idle or core.is_stalled:
-                next_at = min(arrivals[0].time_s if arrivals else float("inf"), self._source.next_at)
+                next_at = min(self._next_arrival, self._next_hint, self._source.next_at)
                 look_again = float("inf") if core.is_idle else self.clock.now + LOOK_AGAIN_S
                 self.clock.now = max(self.clock.now, min(next_at, look_again))
-                self._deliver(arrivals)
+                self._deliver()
             if not core.is_idle:
                 core.step()
             if self._take_events() and self._policy.drops_idle:
                 self._drop_idle()
 
-    def _deliver(self, arrivals: deque[Arrival]) -> None:
-        while arrivals and arrivals[0].time_s <= self.clock.now:
-            arrival = arrivals.popleft()
+    @property
+    def _next_arrival(self) -> float:
+        return self._arrivals[0].time_s if self._arrivals else float("inf")
+
+    @property
+    def _next_hint(self) -> float:
+        return self._hints[0].time_s - (self._policy.hint_s or 0.0) if self._hints else float("inf")
+
+    def _deliver(self) -> None:
+        while self._next_hint <= self.clock.now:
+            self.core.prefetch(self._refs[self._hints.popleft().adapter])
+        while self._next_arrival <= self.clock.now:
+            arrival = self._arrivals.popleft()
             request_id = f"r{len(self.arrived)}"
             params = SamplingParams(temperature=0, max_tokens=arrival.num_output, ignore_eos=True, seed=0)
             self.arrived[request_id] = arrival.time_s
-            if arrival.time_s >= self._workload.duration_s * WARM_UP:
+            if arrival.time_s >= self._workload.begin_s:
                 self.hits[self._tier(self._refs[arrival.adapter].name)] += 1
             self.core.add_request(
                 GenerateRequest(request_id, arrival.prompt, params, self._refs[arrival.adapter])
@@ -228,7 +239,7 @@ class Replica:
     def _take_events(self) -> bool:
         """Whether a request has ended."""
         has_ended = False
-        begin, end = self._workload.duration_s * WARM_UP, self._workload.duration_s
+        begin, end = self._workload.begin_s, self._workload.duration_s
         for event in self.core.take_events():
             assert isinstance(event, TokenEvent)
             assert event.error is None, event.error
@@ -251,9 +262,10 @@ class Replica:
             free -= self._workload.num_pages(rank) * PAGE_BYTES
             if free < 0:
                 break
-            self.core.prefetch(ref)
+            self.core.load_adapter(ref.name, ref)
             for result in self._source.take_done():
                 self.core.on_loaded(result)
+        self.core.take_events()
         self._source.is_instant = False
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any
 
-from load_tests.replay.replica import WARM_UP, Replica
+from load_tests.replay.replica import Replica
 from load_tests.replay.workloads import Workload
 
 OURS = "ours"
@@ -33,7 +33,7 @@ class Result:
 
 
 def summarise(workload: Workload, policy: str, replica: Replica) -> Result:
-    begin = workload.duration_s * WARM_UP
+    begin = workload.begin_s
     ttft = [
         replica.first_token[request_id] - arrived
         for request_id, arrived in replica.arrived.items()
@@ -133,7 +133,9 @@ def plot(results: list[Result], path: Path) -> None:
 
 def behind(ours: Result, results: list[Result]) -> tuple[float, float, float]:
     """By which shares the best of the others is better, in throughput, TTFT p50 and TTFT p99."""
-    others = [row for row in results if row.workload == ours.workload and row.policy != ours.policy]
+    others = [
+        row for row in results if row.workload == ours.workload and not row.policy.startswith(ours.policy)
+    ]
     return (
         1.0 - ours.tokens_per_s / max(row.tokens_per_s for row in others),
         1.0 - min(row.ttft_p50_s for row in others) / ours.ttft_p50_s,

@@ -7,6 +7,8 @@ punica    prompt lognormal, prompt and output together uniform up to 2048, rank 
 chameleon conversation lengths, Poisson, ranks 8 to 128 equally likely, Zipf inside a rank
 zipf      Zipf over 1000 adapters of ranks 8 to 64; a third of each prompt is the adapter's own system prompt
 thrash    uniform over adapters of rank 16 that take twice the pool; "fits": half of it
+start     three requests a second over 100 adapters of rank 64, Zipf, measured from the first one on
+bursts    ten a second over 150 adapters of rank 32, Zipf; every eight seconds 40 long prompts take the pool
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 GIB = 1 << 30
@@ -39,8 +41,14 @@ class Workload:
     ranks: tuple[int, ...]  # of adapter 0, 1, ...
     arrivals: tuple[Arrival, ...]
     duration_s: float
+    warm_up: float = 0.2  # of the duration: not measured
     pool_pages: int = POOL_PAGES
     host_bytes: int = HOST_BYTES
+
+    @property
+    def begin_s(self) -> float:
+        """Measured from here on."""
+        return self.duration_s * self.warm_up
 
     def num_pages(self, adapter: int) -> int:
         return pages_of(self.ranks[adapter])
@@ -106,6 +114,25 @@ def thrash(fits: bool, duration_s: float, rate: float = 35.0, seed: int = 0) -> 
     return _build(name, (16,) * n, duration_s, rate, rng, lambda: rng.randrange(n), uniform_lengths)
 
 
+def start(duration_s: float, rate: float = 3.0, seed: int = 0) -> Workload:
+    rng = random.Random(5 + seed)
+    n = 100
+    pick = weighted(rng, [(i + 1) ** -0.6 for i in range(n)])
+    workload = _build("start", (64,) * n, duration_s, rate, rng, pick, uniform_lengths)
+    return replace(workload, warm_up=0.0)
+
+
+def bursts(duration_s: float, rate: float = 10.0, seed: int = 0) -> Workload:
+    rng = random.Random(13 + seed)
+    n, every_s, burst = 150, 8.0, 40
+    pick = weighted(rng, [(i + 1) ** -0.6 for i in range(n)])
+    workload = _build("bursts", (32,) * n, duration_s, rate, rng, pick, uniform_lengths)
+    times = [every_s * (i + 0.5) for i in range(int(duration_s / every_s))]
+    long = [Arrival(time_s, 0, tuple(rng.randbytes(4000)), 60) for time_s in times for _ in range(burst)]
+    arrivals = sorted([*workload.arrivals, *long], key=lambda arrival: arrival.time_s)
+    return replace(workload, arrivals=tuple(arrivals))
+
+
 def standard(scale: float = 1.0, seed: int = 0) -> list[Callable[[], Workload]]:
     """Makers of all workloads; `scale` of their durations."""
     return [
@@ -117,6 +144,8 @@ def standard(scale: float = 1.0, seed: int = 0) -> list[Callable[[], Workload]]:
         partial(zipf, 1.0, 25 * scale, host_bytes=32 * GIB, seed=seed),
         partial(thrash, True, 20 * scale, seed=seed),
         partial(thrash, False, 20 * scale, seed=seed),
+        partial(start, 30 * scale, seed=seed),
+        partial(bursts, 40 * scale, seed=seed),
     ]
 
 

@@ -17,7 +17,17 @@ from load_tests.replay.__main__ import replay, write
 from load_tests.replay.policies import OURS, POLICIES, Policy
 from load_tests.replay.replica import Replica, StepModel
 from load_tests.replay.results import Result, behind, summarise
-from load_tests.replay.workloads import Arrival, Workload, chameleon, slora, standard, thrash, zipf
+from load_tests.replay.workloads import (
+    Arrival,
+    Workload,
+    bursts,
+    chameleon,
+    slora,
+    standard,
+    start,
+    thrash,
+    zipf,
+)
 
 
 @cache
@@ -143,3 +153,21 @@ def test_the_memory_of_two_thousand_adapters_costs_at_most_a_tenth_of_the_throug
         replica.run()
         rates.append(summarise(workload, OURS.name, replica).tokens_per_s)
     assert rates[1] > 0.9 * rates[0]
+
+
+def starts() -> Workload:
+    return start(20.0)
+
+
+def has_bursts() -> Workload:
+    return bursts(20.0)
+
+
+def test_prefetching_helps_at_the_start_and_after_bursts_and_hints_help_more() -> None:
+    unaided, hinted = (p for p in POLICIES if p.name in ("ours, no prefetch", "ours, hints"))
+    for make in (starts, has_bursts):
+        without, ours, hints = (run(make, policy) for policy in (unaided, OURS, hinted))
+        assert without.hit_hbm + 0.05 < ours.hit_hbm < hints.hit_hbm
+        assert ours.tokens_per_s > 0.99 * without.tokens_per_s
+    without, ours, hints = (run(starts, policy) for policy in (unaided, OURS, hinted))
+    assert without.ttft_p50_s > 1.05 * ours.ttft_p50_s > 1.05 * 1.05 * hints.ttft_p50_s
