@@ -34,7 +34,7 @@ class OutOfPages(Exception):
 class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        # KV gets the page freed last, while it is warm in the cache; an adapter the one freed first, which no
+        # KV gets the page freed last, while it is warm in the cache; an adapter those freed first, which no
         # step in flight touches any more, so that its copy need not wait
         self._free = deque(range(num_pages - 1, -1, -1))
         self._owner: list[Owner | None] = [None] * num_pages
@@ -54,8 +54,11 @@ class PagePool:
         """Take all the pages or none. Raises OutOfPages and changes nothing if they do not suffice."""
         if not self.can_allocate(num_pages):
             raise OutOfPages(f"{num_pages} pages wanted, {len(self._free)} free")
-        take = self._free.popleft if owner.kind is PageKind.ADAPTER else self._free.pop
-        page_ids = tuple(take() for _ in range(num_pages))
+        if owner.kind is PageKind.ADAPTER:
+            # in order: pages that follow each other are copied together
+            page_ids = tuple(sorted(self._free.popleft() for _ in range(num_pages)))
+        else:
+            page_ids = tuple(self._free.pop() for _ in range(num_pages))
         for page_id in page_ids:
             self._owner[page_id] = owner
         self._num_used[owner.kind] += num_pages

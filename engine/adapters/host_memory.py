@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import threading
 import weakref
@@ -18,11 +19,12 @@ from engine.adapters.page_file import PageFile
 class HostPages(Sequence[torch.Tensor]):
     """An image's pages, each [page_elems], anywhere in an arena: there are no gaps that nothing fits."""
 
-    __slots__ = ("__weakref__", "_pages", "numbers")
+    __slots__ = ("__weakref__", "_follows", "_pages", "numbers")
 
     def __init__(self, pages: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         """`numbers`: of the pages in their file."""
         self._pages = tuple(pages)
+        self._follows = tuple(_follow(*pair) for pair in itertools.pairwise(self._pages))
         self.numbers = tuple(numbers)
 
     def __len__(self) -> int:
@@ -46,9 +48,7 @@ class HostPages(Sequence[torch.Tensor]):
 
     def follows(self, index: int) -> bool:
         """Whether this page begins where the one before it ends."""
-        before, page = self._pages[index - 1 : index + 1]
-        is_next = page.data_ptr() == before.data_ptr() + before.nbytes
-        return is_next and page.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+        return self._follows[index - 1]
 
     def span(self, first: int, count: int) -> torch.Tensor:
         """Pages that follow each other, as one tensor [count * page_elems]."""
@@ -124,6 +124,11 @@ class HostArena:
             self._pinned.append(slab)
         self._num_slabs += 1
         return range(index * self.file.pages_per_slab, (index + 1) * self.file.pages_per_slab)
+
+
+def _follow(before: torch.Tensor, page: torch.Tensor) -> bool:
+    is_next = page.data_ptr() == before.data_ptr() + before.nbytes
+    return is_next and page.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
 
 
 def _pin(slab: mmap.mmap) -> None:

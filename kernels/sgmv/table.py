@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 RANK_BLOCK = 16
@@ -92,7 +93,7 @@ def absolute_offsets(image_offsets: torch.Tensor, page_ids: Sequence[int], page_
 
     The image's page i lies in pool page page_ids[i].
     """
-    bases = torch.tensor(page_ids, dtype=torch.int64) * page_elems
-    inside = image_offsets.clamp(min=0)
-    absolute = bases[inside // page_elems] + inside % page_elems
-    return torch.where(image_offsets < 0, image_offsets, absolute)
+    offsets = image_offsets.numpy()  # a few hundred numbers, in the step loop: a third of PyTorch's time
+    pages, inside = np.divmod(offsets.clip(min=0), page_elems)
+    absolute = np.array(page_ids, np.int64)[pages] * page_elems + inside
+    return torch.from_numpy(np.where(offsets < 0, offsets, absolute))
