@@ -223,7 +223,9 @@ class CudaRunner:
     def collect(self) -> list[SampledToken]:
         return self._sampler.collect()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """NCCL puts off its own end for as long as there are graphs that have captured its launches."""
+        self._graphs.clear()
 
     def _replay(self, chunks: Sequence[ScheduledChunk], num_tokens: int) -> None:
         inputs = self._graph_inputs
