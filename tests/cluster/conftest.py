@@ -18,7 +18,10 @@ from tests.cluster.serve_process import free_port
 
 NODE = {"num_cpus": 16, "object_store_memory": 80_000_000}
 HEAD = "head"  # a resource of the first node: what must not die with another one asks for a bit of it
-SAFE = {"ray_actor_options": {"num_cpus": 0.1, "resources": {HEAD: 0.01}}}
+SAFE = {
+    "ray_actor_options": {"num_cpus": 0.1, "resources": {HEAD: 0.01}},
+    "graceful_shutdown_wait_loop_s": 0.1,  # each delete of an application waits for it
+}
 FAKE_ENGINE = "tests.cluster.fake_engine:FakeEngineClient"
 Spec = dict[str, Any]  # adapter, prompt, max_tokens, close_after
 
@@ -150,12 +153,10 @@ def starting_apps(title: str) -> Iterator[StartApp]:
             graceful_shutdown_timeout_s=grace_s,
         )
         refs = [{"name": ref.name, "uri": ref.uri, "version": ref.version} for ref in preloaded]
-        # each delete of an application waits for these
-        options = {**SAFE, "graceful_shutdown_wait_loop_s": 0.1}
-        catalog = serve.deployment(FakeCatalog).options(name="catalog", **options).bind(refs)
+        catalog = serve.deployment(FakeCatalog).options(name="catalog", **SAFE).bind(refs)
         engines = engine_application(args, catalog, engine_client=FAKE_ENGINE)
         caller = (
-            serve.deployment(Caller).options(name="caller", max_ongoing_requests=100, **options).bind(engines)
+            serve.deployment(Caller).options(name="caller", max_ongoing_requests=100, **SAFE).bind(engines)
         )
         name = of.name if of else f"app{len(names)}-{title}"
         handle = serve.run(caller, name=name, route_prefix=None)

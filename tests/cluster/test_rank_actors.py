@@ -15,7 +15,7 @@ import pytest
 from engine import Engine, EngineConfig, SamplingParams
 from engine.errors import LorafleetError
 from engine.request import AdapterRef, GenerateRequest
-from tests.cluster.conftest import HEAD, FakeCatalog
+from tests.cluster.conftest import SAFE, FakeCatalog
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.cluster
@@ -98,9 +98,8 @@ def group(ray_cluster: Any, nodes: list[Any], paths: tuple[Path, Path]) -> Itera
         engine={"num_pages": 100, "num_threads": 1},
         graceful_shutdown_timeout_s=0.2,
     )
-    safe = {"num_cpus": 0.1, "resources": {HEAD: 0.01}}
-    catalog = serve.deployment(FakeCatalog).options(name="catalog", ray_actor_options=safe).bind([])
-    asker = serve.deployment(Asker).options(name="asker", max_ongoing_requests=10, ray_actor_options=safe)
+    catalog = serve.deployment(FakeCatalog).options(name="catalog", **SAFE).bind([])
+    asker = serve.deployment(Asker).options(name="asker", max_ongoing_requests=10, **SAFE)
     engines = engine_application(args, catalog, ENGINE_CLIENT)
     yield Group(serve.run(asker.bind(engines, str(paths[1])), name=APP, route_prefix=None))
     serve.delete(APP)
