@@ -8,6 +8,7 @@ ends when its client does.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -70,6 +71,9 @@ class EngineProcess:
         writer = threading.Thread(target=self._write, name="engine-writer")
         writer.start()
         threading.Thread(target=self._read, args=(core,), name="engine-reader", daemon=True).start()
+        # what is there by now stays: to look for garbage among 200,000 objects would take 0.1 s of a step
+        gc.collect()
+        gc.freeze()
         try:
             self._loop(EngineLoop(core, self._inbox))
         finally:
