@@ -39,7 +39,15 @@ from engine.config import EngineConfig
 from engine.plan import AdapterLoad, StepPlan
 from engine.request import GenerateRequest
 from engine.runner.cuda import CudaRunner
-from load_tests.random_engine import PAGE_TOKENS, SHAPE, SPEC, RandomEngine, random_image, random_weights
+from load_tests.random_engine import (
+    PAGE_TOKENS,
+    SHAPE,
+    SPEC,
+    RandomEngine,
+    as_in_serving,
+    random_image,
+    random_weights,
+)
 
 COMMAND = "python -m load_tests.cold_bench"
 MAX_MODEL_LEN = 2048
@@ -128,7 +136,7 @@ class Bench:
     def __init__(self) -> None:
         self._runner = CudaRunner(SPEC, random_weights(), CONFIG, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
         self._runner.warm_up()
-        torch.set_num_threads(1)  # as in serving
+        as_in_serving()
 
     def client(self, ranks: dict[str, int], num_slots: int = CONFIG.max_adapters) -> Client:
         """An engine with an empty pool over the same graphs; `ranks`: adapters in host memory."""

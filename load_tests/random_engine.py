@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,6 +113,13 @@ class RandomEngine:
 
     def _ref(self, name: str) -> AdapterRef:
         return AdapterRef(name, f"{self._source}/{name}", name)
+
+
+def as_in_serving() -> None:
+    """What an engine's process does once its runner is ready."""
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
 
 
 def random_image(rank: int, shape: ModelShape = SHAPE, rows_of: RowsOf = all_rows) -> AdapterImage:

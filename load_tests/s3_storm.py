@@ -49,7 +49,7 @@ from load_tests.cold_bench import (
     start_streams,
     stop,
 )
-from load_tests.random_engine import PAGE_TOKENS, SHAPE, SPEC, RandomEngine, random_weights
+from load_tests.random_engine import PAGE_TOKENS, SHAPE, SPEC, RandomEngine, as_in_serving, random_weights
 
 BUCKET = "lorafleet-storm"
 RANK = 16
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     runner = CudaRunner(SPEC, random_weights(), CONFIG, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
     runner.warm_up()
-    torch.set_num_threads(1)  # as in serving
+    as_in_serving()
     names = [f"a{i}" for i in range(NUM_ADAPTERS)]
     rows: list[Row] = []
     with uploaded(names):

@@ -6,6 +6,7 @@ the end of its stream, so with rank 0, however that ends.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -163,6 +164,8 @@ def serve(sock: socket.socket) -> None:
         refusal = error if isinstance(error, LorafleetError) else InvalidRequest(str(error), param="model")
         _fail(sock, refusal)
         return
+    gc.collect()  # as in engine.process
+    gc.freeze()
     sock.sendall(messages.encode_json(Kind.READY, {"num_pages": built.geometry.num_pages}))
     try:
         Worker(sock, built, config.max_parallel_loads, reader).run()
