@@ -13,6 +13,7 @@ from engine.prefix_cache import PrefixNode
 from engine.residency import ResidentAdapter
 
 PAGE_TOKENS = 16
+HINT_S = 0.05  # as a router's hint may be ahead of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,7 @@ OURS = Policy("ours", partial(_unified, "score"), prefetch=True)
 POLICIES = (
     OURS,
     Policy("ours, no prefetch", partial(_unified, "score")),
-    Policy("ours, hints", partial(_unified, "score"), prefetch=True, hint_s=0.05),
+    Policy("ours, hints", partial(_unified, "score"), prefetch=True, hint_s=HINT_S),
     Policy("LRU", partial(_unified, "lru")),
     Policy("Chameleon's score", Chameleon),
     *(Policy(f"static {share:.0%}", partial(StaticArea, share)) for share in (0.10, 0.25, 0.50)),
