@@ -42,9 +42,9 @@ from router.catalog_lookup import SourceLookup
 from router.catalog_merge import merged, named_adapters
 from router.catalog_refusals import Refusals
 from router.catalog_state import CatalogState
+from router.catalog_templates import Templates
 from router.catalog_upkeep import Upkeep, retry_delay_s
 from router.catalog_views import Views
-from router.shared_calls import SharedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,6 @@ class Catalog:
         self._source = source
         self._lookup = SourceLookup(source) if source else None
         self._describe = describe
-        self._read_template = read_template
         self._state = state
         self._fleet = fleet
         self._max_kept = max_kept
@@ -94,10 +93,7 @@ class Catalog:
         self._upkeep = Upkeep()
         self._refusals = Refusals()
         self._departures = Departures()
-        self._templates: dict[AdapterRef, str | None] = {}
-        # a new adapter is often asked for by many at once
-        self._discoveries = SharedCalls[str, None]()
-        self._template_reads = SharedCalls[AdapterRef, str | None]()
+        self._templates = Templates(read_template)
         self._listed_at = -float("inf")
         self._refresh_failures = 0
         self._entries = self._merged()
@@ -141,15 +137,20 @@ class Catalog:
             return entry.ref
         if self._lookup is None or name in self._state.desired.removed:
             raise ModelNotFound(f"no adapter {name!r}")
-        lookup = self._lookup
-        await self._discoveries.get(name, lambda: self._discover(lookup, name))
+        is_listed = time.monotonic() - self._listed_at < 2 * REFRESH_S
+        found = _ref(name, await self._lookup.find(name, is_listed))
+        if self._discovered.get(name) != found:  # else who asked with us has published it
+            self._discovered[name] = found
+            await self._publish()
         return await self.lookup(name)
 
     async def template(self, ref: AdapterRef) -> str | None:
         """The adapter's own chat template. Raises AdapterRefused, ModelNotFound or Unavailable."""
-        if ref not in self._templates:
-            return await self._template_reads.get(ref, lambda: self._read_own_template(ref))
-        return self._templates[ref]
+        try:
+            return await self._templates.get(ref)
+        except AdapterRefused as error:
+            await self.refused(ref, error)
+            raise
 
     async def refused(self, ref: AdapterRef, error: AdapterRefused) -> None:
         """An engine cannot serve what is there in that version."""
@@ -264,20 +265,6 @@ class Catalog:
             self._discovered = {item.name: _ref(item.name, item) for item in listings}
             self._listed_at = time.monotonic()
 
-    async def _discover(self, lookup: SourceLookup, name: str) -> None:
-        is_listed = time.monotonic() - self._listed_at < 2 * REFRESH_S
-        self._discovered[name] = _ref(name, await lookup.find(name, is_listed))
-        await self._publish()
-
-    async def _read_own_template(self, ref: AdapterRef) -> str | None:
-        try:
-            text = await asyncio.to_thread(self._read_template, ref.uri)
-        except AdapterRefused as error:
-            await self.refused(ref, error)
-            raise
-        self._templates[ref] = text
-        return text
-
     def _check_known(self, name: str) -> None:
         if name in self._loading:
             raise is_loading(name)
@@ -340,7 +327,7 @@ class Catalog:
         if not changed:
             return
         desired = {ref for entry in self._entries.values() for ref in entry.refs()}
-        self._templates = {ref: text for ref, text in self._templates.items() if ref in desired}
+        self._templates.keep(desired)
         self._refusals.keep({*self._named().values(), *(ref.uri for ref in desired)})
         await self._views.advance(changed)
 

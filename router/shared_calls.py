@@ -14,6 +14,12 @@ class SharedCalls(Generic[K, T]):
     def __init__(self) -> None:
         self._tasks: dict[K, asyncio.Task[T]] = {}
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._tasks
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
     async def get(self, key: K, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What `call` returns or raises. One who leaves ends it for nobody else."""
         task = self._tasks.get(key)
