@@ -69,7 +69,7 @@ class Rank:
         return EngineConfig(
             model="random", device="cuda", max_num_seqs=max_num_seqs, max_num_batched_tokens=8192,
             max_rank=max_rank, max_adapters=NUM_ADAPTERS, host_cache_bytes=64 << 30, prefix_cache=False,
-            fairness="arrival",
+            fairness="arrival", prefetch=False,
         )  # fmt: skip
 
     def runner(self, config: EngineConfig, num_pages: int, split: Split | None = None) -> CudaRunner:
