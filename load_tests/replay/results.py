@@ -91,7 +91,7 @@ def to_markdown(results: list[Result], command: str, conditions: dict[str, Any])
         "Hits: where a request's adapter was when it arrived. Time to first token (TTFT) in ms. `behind`: by",
         "how much ours is worse than the best of the others, in throughput, in TTFT p50, in TTFT p99.",
         "",
-        "`no prefetch`: adapters go to the pool when a request asks for them, as with all the others. `hints`:",
+        "`no prefetch`: adapters go to the pool when a request asks for them, as with the others. `hints`:",
         f"ours, told of each request {HINT_S * 1e3:.0f} ms before it arrives. `unused`: copied in vain.",
         "",
         "![hits and throughput](replay.svg)",
