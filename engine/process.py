@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from engine.adapters.page_file import raise_fd_limit
-from engine.adapters.remote_reader import RemoteReader
+from engine.adapters.reader_pool import start_readers
 from engine.building import build_core
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -168,7 +168,7 @@ _CALLS: dict[str, Callable[..., None]] = {
 
 
 def _build(config: EngineConfig, inbox: Inbox, on_group_end: OnEnd) -> EngineCore:
-    reader = RemoteReader(config)  # first: it starts while the engine does
+    reader = start_readers(config)  # first: they start while the engine does
     try:
         return build_core(config, inbox, reader, on_group_end)
     except BaseException:

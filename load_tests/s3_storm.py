@@ -5,7 +5,7 @@
 Needs an S3 and credentials in the usual AWS variables; makes the bucket `lorafleet-storm` and removes it.
 Model: Llama-3-8B shape, bf16, random weights; 40 all-linear adapters of rank 16, 80 MiB each. 64 streams of
 8 adapters decode, then 32 requests for the other 32 come at once, of 1 or 64 prompt tokens and 16 output
-tokens. They are read as in serving, by another process. Shown is the time between two tokens of the streams:
+tokens. They are read as in serving, by other processes. Shown is the time between two tokens of the streams:
 
   before    nothing else runs
   loading   adapters arrive from S3; no request of the storm has started yet
@@ -32,7 +32,7 @@ from safetensors.torch import save
 from engine.adapters.host_memory import HostArena
 from engine.adapters.image import ImageFormat
 from engine.adapters.loader import AdapterLoader
-from engine.adapters.remote_reader import RemoteReader
+from engine.adapters.reader_pool import start_readers
 from engine.config import EngineConfig
 from engine.loop import Inbox
 from engine.runner.cuda import CudaRunner
@@ -106,7 +106,7 @@ def make_loader(inbox: Inbox, engine: list[RandomEngine]) -> AdapterLoader:
         form,
         CONFIG,
         lambda result: inbox.put(lambda: engine[0].core.on_loaded(result)),
-        reader=RemoteReader(CONFIG),
+        reader=start_readers(CONFIG),
     )
 
 

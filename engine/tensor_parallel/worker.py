@@ -23,7 +23,7 @@ from typing import Any
 from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.image_reader import ImageReader, WantedImage
 from engine.adapters.page_file import raise_fd_limit
-from engine.adapters.remote_reader import RemoteReader
+from engine.adapters.reader_pool import start_readers
 from engine.building import BuiltRank, build_rank
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, LorafleetError
@@ -157,7 +157,7 @@ def serve(sock: socket.socket) -> None:
     config = EngineConfig(**settings)
     threading.Thread(target=_end_with, args=(sock,), name="rank-0-watch", daemon=True).start()
     # first: it starts while the rank is built. Only rank 0 keeps what was read on disk
-    reader = RemoteReader(replace(config, disk_cache_dir=None))
+    reader = start_readers(replace(config, disk_cache_dir=None))
     try:
         built = build_rank(config, Shard(rank, config.tensor_parallel_size), rendezvous)
     except (LorafleetError, ValueError, OSError) as error:

@@ -1,0 +1,49 @@
+"""Several processes that read adapters, where there are cores for them.
+
+One moves 0.5 GB/s on a GPU's host: its GIL is what it runs out of, not S3, hashing or packing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.adapters.image import AdapterImage
+from engine.adapters.image_reader import ImageReader, WantedImage
+from engine.adapters.remote_reader import RemoteReader
+from engine.config import EngineConfig
+
+MAX_READERS = 4
+CORES_EACH = 4  # for each rank: the step loop, HTTP and others want some too
+
+
+def start_readers(config: EngineConfig) -> ImageReader:
+    """Of one rank."""
+    num_cores = len(os.sched_getaffinity(0)) // config.tensor_parallel_size
+    num_readers = min(max(num_cores // CORES_EACH, 1), MAX_READERS, config.max_parallel_loads)
+    readers = [RemoteReader(config) for _ in range(num_readers)]
+    return readers[0] if num_readers == 1 else ReaderPool(readers)
+
+
+class ReaderPool:
+    def __init__(self, readers: Sequence[ImageReader]) -> None:
+        self._readers = readers
+        self._lock = threading.Lock()  # over what follows
+        self._num_loads = [0] * len(readers)
+
+    def read(self, wanted: WantedImage) -> AdapterImage:
+        """By the one that has least to do."""
+        with self._lock:
+            chosen = self._num_loads.index(min(self._num_loads))
+            self._num_loads[chosen] += 1
+        try:
+            return self._readers[chosen].read(wanted)
+        finally:
+            with self._lock:
+                self._num_loads[chosen] -= 1
+
+    def close(self) -> None:
+        with ThreadPoolExecutor(len(self._readers)) as executor:
+            list(executor.map(lambda reader: reader.close(), self._readers))
