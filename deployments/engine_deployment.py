@@ -14,6 +14,7 @@ from deployments.rank_actors import start_ranks
 from deployments.wire import from_answer
 from engine.config import EngineConfig
 from engine.errors import AdapterRefused, Unavailable
+from engine.heap import keep_what_is_there
 from engine.wire import decode_ref
 
 
@@ -33,6 +34,7 @@ class EngineDeployment(EngineReplica):
         super().__init__(engine, settings, replica_id, tell_catalog)
         await self.start()
         await self.warm(await _preloaded(catalog, engine.pinned_adapters))
+        keep_what_is_there()
 
     async def __del__(self) -> None:
         # Serve awaits this when the replica's streams have ended or its grace period is over

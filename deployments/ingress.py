@@ -16,6 +16,7 @@ from deployments.api.settings import ApiSettings
 from deployments.catalog_deployment import CatalogHandle
 from deployments.catalog_view import CatalogView
 from deployments.fleet_service import FleetService
+from engine.heap import keep_what_is_there
 from router.residency_router import BASE_ID
 
 
@@ -47,6 +48,7 @@ class IngressDeployment:
         )
         self._catalog = CatalogView(CatalogHandle(catalog, settings.load_timeout_s))
         self._following = asyncio.create_task(self._catalog.run())
+        keep_what_is_there()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         settings = ApiSettings(

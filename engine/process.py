@@ -8,7 +8,6 @@ ends when its client does.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import queue
@@ -28,6 +27,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import InvalidRequest, LorafleetError
 from engine.events import TokenEvent
+from engine.heap import keep_what_is_there
 from engine.loop import EngineLoop, Inbox
 from engine.request import GenerateRequest
 from engine.snapshot import SnapshotFeed
@@ -71,9 +71,7 @@ class EngineProcess:
         writer = threading.Thread(target=self._write, name="engine-writer")
         writer.start()
         threading.Thread(target=self._read, args=(core,), name="engine-reader", daemon=True).start()
-        # what is there by now stays: to look for garbage among 200,000 objects would take 0.1 s of a step
-        gc.collect()
-        gc.freeze()
+        keep_what_is_there()
         try:
             self._loop(EngineLoop(core, self._inbox))
         finally:

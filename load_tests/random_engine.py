@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore, Geometry
 from engine.errors import AdapterRefused
 from engine.events import TokenEvent
+from engine.heap import keep_what_is_there
 from engine.loop import EngineLoop, Inbox
 from engine.model.loading import LlamaWeights, allocate_weights
 from engine.model.spec import ModelSpec, RopeSpec
@@ -118,8 +118,7 @@ class RandomEngine:
 def as_in_serving() -> None:
     """What an engine's process does once its runner is ready."""
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
+    keep_what_is_there()
 
 
 def random_image(rank: int, shape: ModelShape = SHAPE, rows_of: RowsOf = all_rows) -> AdapterImage:

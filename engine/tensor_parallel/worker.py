@@ -6,7 +6,6 @@ the end of its stream, so with rank 0, however that ends.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from engine.adapters.reader_pool import start_readers
 from engine.building import BuiltRank, build_rank
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, LorafleetError
+from engine.heap import keep_what_is_there
 from engine.sampling_params import SamplingParams
 from engine.sharding import Shard
 from engine.tensor_parallel import messages
@@ -164,8 +164,7 @@ def serve(sock: socket.socket) -> None:
         refusal = error if isinstance(error, LorafleetError) else InvalidRequest(str(error), param="model")
         _fail(sock, refusal)
         return
-    gc.collect()  # as in engine.process
-    gc.freeze()
+    keep_what_is_there()
     sock.sendall(messages.encode_json(Kind.READY, {"num_pages": built.geometry.num_pages}))
     try:
         Worker(sock, built, config.max_parallel_loads, reader).run()
