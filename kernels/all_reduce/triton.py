@@ -16,6 +16,7 @@ enough, and each takes rows in turn.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,6 @@ import triton.language as tl
 from kernels.rms_norm.triton import norm_row
 
 NUM_SETS = 2
-MOST_PROGRAMS = 264  # of 512 threads; an H200 has room for twice as many
 EMPTY = 0xFF
 """Every byte of an element that has not come. As a number it is one NaN of many, and sent as another one."""
 
@@ -71,7 +71,7 @@ def all_reduce_add_rms_norm(
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(width)
-    _all_reduce_kernel[(min(num_rows, MOST_PROGRAMS),)](
+    _all_reduce_kernel[(min(num_rows, most_programs(residual.device, block)),)](
         residual,
         y,
         delta,
@@ -92,6 +92,14 @@ def all_reduce_add_rms_norm(
         num_warps=min(max(block // 256, 1), 16),  # 8 elements a thread: one load of 16 bytes in bf16
     )
     return out
+
+
+@functools.cache
+def most_programs(device: torch.device, block: int) -> int:
+    """That surely run at once: of 512 threads, and of 64 registers each up to rows of 8192."""
+    if device.type != "cuda":
+        return 1  # the interpreter runs one after another
+    return torch.cuda.get_device_properties(device).multi_processor_count * (2 if block <= 8192 else 1)
 
 
 def split_symmetric(
