@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,9 @@ SAFE = {
 }
 FAKE_ENGINE = "tests.cluster.fake_engine:FakeEngineClient"
 Spec = dict[str, Any]  # adapter, prompt, max_tokens, close_after
+
+# who runs the tests in a shell's background has Ctrl-C ignored, and the servers would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
