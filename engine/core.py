@@ -36,7 +36,7 @@ from engine.runner.base import Runner
 from engine.sampling_params import check_token_ids, check_vocabulary
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
-from engine.stats import EngineStats
+from engine.stats import BASE, EngineStats
 from engine.step_clock import StepClock
 from engine.step_cost import StepCost, StepWork
 
@@ -112,9 +112,8 @@ class EngineCore:
     def is_idle(self) -> bool:
         if self.scheduler.has_work or self._in_flight:
             return False
-        if any(digest in self.manager for digest in self.memory.residency.absent_pinned):
-            return False
-        return not self.scheduler.can_prefetch(self._clock(), self.manager)
+        is_pinning = any(digest in self.manager for digest in self.memory.residency.absent_pinned)
+        return not is_pinning and not self.scheduler.can_prefetch(self._clock(), self.manager)
 
     def add_request(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest, RequestTooLarge or Overloaded; then nothing has changed."""
@@ -306,9 +305,8 @@ class EngineCore:
     def _find(self, ref: AdapterRef | None) -> str | None:
         """Digest of an adapter whose weights are in host memory or in the pool."""
         digest = self.manager.digest(ref) if ref else None
-        if digest is None:
-            return None
-        return digest if digest in self.manager or self.memory.residency.get(digest) else None
+        is_here = digest is not None and (digest in self.manager or self.memory.residency.get(digest))
+        return digest if is_here else None
 
     def _enqueue(self, record: LiveRequest, digest: str | None) -> None:
         """Give it to the scheduler. Raises RequestTooLarge."""
@@ -412,6 +410,8 @@ class EngineCore:
         if digest:
             self._num_live[digest] -= 1
             self._drop_if_unused(digest)
+            if record.name not in self.manager.names:  # it was unloaded meanwhile
+                self.stats.adapters.pop(record.name or BASE, None)
 
     def _needed(self) -> frozenset[str]:
         """Digests that waiting requests will copy from host memory."""

@@ -283,6 +283,7 @@ def test_unload_drains_and_returns_pages_and_bytes() -> None:
     assert harness.answers["call"] == {}
     harness.run()
     assert harness.tokens["r"] == [1] * 20
+    assert "a" not in harness.core.stats.adapters, "its counters came back with its last tokens"
     assert harness.core.memory.pool.num_free == free
     assert harness.core.manager.cache.used_bytes == 0
     harness.core.unload_adapter("again", "a")
