@@ -68,11 +68,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("the server names no adapters: give --adapters")
     target = Target(target.url, names, target.api_key, extra=target.extra)
     preset, rng = PRESETS[options.preset], random.Random(options.seed)
-    times = (
-        trace(options.trace, options.duration)
-        if options.trace
-        else arrivals(options.rate, options.duration, options.cv or preset.cv, rng)
-    )
+    try:
+        times = (
+            trace(options.trace, options.duration)
+            if options.trace
+            else arrivals(options.rate, options.duration, options.cv or preset.cv, rng)
+        )
+    except (OSError, ValueError) as error:
+        parser.error(f"--trace: {error}")
     planned = plan(preset, times, len(names), rng, options.length_scale)
     slo = Slo(options.slo_ttft, options.slo_tpot)
     summary, records = measure(target, planned, slo, options.preset)

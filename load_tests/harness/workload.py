@@ -105,8 +105,13 @@ def arrivals(rate: float, duration_s: float, cv: float, rng: random.Random) -> I
 
 
 def trace(path: Path, duration_s: float) -> Iterator[float]:
-    """Times of a file with a JSON list of seconds, rescaled so that the last one is at `duration_s`."""
+    """Times of a file with a JSON list of seconds, rescaled so that the last one is at `duration_s`.
+
+    Raises ValueError if they are all the same.
+    """
     times = sorted(json.loads(path.read_text()))
+    if not times or times[0] == times[-1]:
+        raise ValueError(f"{path} has no two different times")
     return (duration_s * (time - times[0]) / (times[-1] - times[0]) for time in times)
 
 

@@ -47,6 +47,9 @@ def test_a_trace_is_stretched_over_the_run(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps([30, 10, 20]))
     assert list(trace(path, 100.0)) == [0.0, 50.0, 100.0]
+    path.write_text("[7, 7]")
+    with pytest.raises(ValueError, match="no two different times"):
+        trace(path, 100.0)
 
 
 def test_zipf_power_and_skewed_have_their_shares() -> None:
