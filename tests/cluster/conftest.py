@@ -26,8 +26,11 @@ SAFE = {
 FAKE_ENGINE = "tests.cluster.fake_engine:FakeEngineClient"
 Spec = dict[str, Any]  # adapter, prompt, max_tokens, close_after
 
-# who runs the tests in a shell's background has Ctrl-C ignored, and the servers would inherit that
-signal.signal(signal.SIGINT, signal.default_int_handler)
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c() -> None:
+    """Who runs the tests in a shell's background has it ignored, and the servers would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
