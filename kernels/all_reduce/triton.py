@@ -3,8 +3,9 @@
 Every rank writes its part of a row into all others' memory, waits until theirs are in its own, and sums: one
 trip over the link, where a ring or a reduce-scatter takes several. From each rank N - 1 times the row crosses
 the link, so that large inputs are NCCL's. There are no flags: an element that has not come yet is EMPTY, and
-whoever has read it makes it so again. So nobody waits for a fence between values and flag, and no value is
-read twice. After the one-shot algorithm of TensorRT-LLM's all-reduce, which calls such buffers Lamport's.
+whoever has read it makes it so again. So nobody waits for a fence between values and flag, or reads a flag
+before the values. After the one-shot algorithm of TensorRT-LLM's all-reduce, whose name for such buffers is
+Lamport's.
 
 There are two sets of buffers, for calls in turn. A set is written again by the call after the next; a rank
 that is there has ended the call in between, so it had all parts of that call, so every other rank had begun
@@ -71,7 +72,7 @@ def all_reduce_add_rms_norm(
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(width)
-    _all_reduce_kernel[(min(num_rows, most_programs(residual.device, block)),)](
+    _all_reduce_kernel[(min(num_rows, most_programs(residual.device, block * y.itemsize)),)](
         residual,
         y,
         delta,
@@ -95,11 +96,13 @@ def all_reduce_add_rms_norm(
 
 
 @functools.cache
-def most_programs(device: torch.device, block: int) -> int:
-    """That surely run at once: of 512 threads, and of 64 registers each up to rows of 8192."""
+def most_programs(device: torch.device, row_bytes: int) -> int:
+    """That surely run at once: of 512 threads, and of 64 registers each up to rows of 16 KiB."""
     if device.type != "cuda":
         return 1  # the interpreter runs one after another
-    return torch.cuda.get_device_properties(device).multi_processor_count * (2 if block <= 8192 else 1)
+    return torch.cuda.get_device_properties(device).multi_processor_count * (
+        2 if row_bytes <= 16 << 10 else 1
+    )
 
 
 def split_symmetric(

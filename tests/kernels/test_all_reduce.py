@@ -80,7 +80,7 @@ def check(call: Call, residual: torch.Tensor, out: torch.Tensor) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="in the interpreter")
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_in_processes_equal_the_reference(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, block: MOST_PROGRAMS)
+    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, row_bytes: MOST_PROGRAMS)
     sets = shared_sets(world, MAX_ROWS, 200)
     start_processes(_run_rank, (sets,), nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
     assert all(bool((rows.view(torch.uint8) == EMPTY).all()) for peers in sets[0] for rows in peers.rows)
@@ -99,7 +99,7 @@ def _run_rank(rank: int, sets: list[tuple[PeerBuffers, PeerBuffers]]) -> None:
 def test_ranks_in_streams_equal_the_reference(
     world: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, block: MOST_PROGRAMS)
+    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, row_bytes: MOST_PROGRAMS)
     nbytes = symmetric_bytes(world, MAX_ROWS, width, dtype)
     memory = [torch.full((nbytes,), EMPTY, dtype=torch.uint8, device="cuda") for _ in range(world)]
     sets = [split_symmetric(memory, rank, MAX_ROWS, width, dtype) for rank in range(world)]
