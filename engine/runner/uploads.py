@@ -15,7 +15,7 @@ _ALIGN = 16
 
 
 class Uploads:
-    """A ring of pinned memory: to pin more in the step loop takes a good part of a step, for each tensor."""
+    """A ring of memory that is pinned once, so that the step loop pins none."""
 
     def __init__(
         self,
@@ -29,9 +29,8 @@ class Uploads:
         # bytes ever written and ever read; what lies between is still to be read
         self._head = 0
         self._tail = 0
-        self._in_flight: deque[tuple[int, torch.cuda.Event]] = (
-            deque()
-        )  # the head behind each, and its reading
+        # of each upload: the head behind it, and its reading
+        self._in_flight: deque[tuple[int, torch.cuda.Event]] = deque()
 
     def put(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """On the current stream, always the same."""
