@@ -15,7 +15,7 @@ from engine.errors import AdapterRefused, Conflict, ModelNotFound, Unavailable
 from engine.request import AdapterRef
 from router.catalog import Catalog
 from router.catalog_entry import Entry, Snapshot
-from tests.router.test_catalog import FakeFleet, FakeSource, build
+from tests.router.catalog_fakes import FakeFleet, FakeSource, build
 
 
 class Link:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from engine.adapters.source import AdapterListing
 from engine.errors import (
     AccessDenied,
     AdapterRefused,
@@ -21,104 +18,10 @@ from engine.errors import (
     Unavailable,
 )
 from engine.request import AdapterRef
-from router import catalog_departures, catalog_lookup, catalog_upkeep
+from router import catalog_lookup, catalog_upkeep
 from router.catalog import Catalog
-from router.catalog_entry import Canary
 from router.catalog_state import CatalogState
-from router.catalog_store import FileStore
-
-DOWN = Unavailable("no answer", retry_after_s=2.0)
-
-
-class FakeSource:
-    """Adapters by name, with their versions."""
-
-    def __init__(self, **versions: str) -> None:
-        self.versions = versions
-        self.failure: LorafleetError | None = None
-        self.gate: threading.Event | None = None
-        self.finds: list[str] = []
-
-    def list_adapters(self) -> list[AdapterListing]:
-        self._answer()
-        return [self._listing(name) for name in sorted(self.versions)]
-
-    def find(self, name: str) -> AdapterListing:
-        self.finds.append(name)
-        self._answer()
-        if "/" in name:
-            raise InvalidRequest("no name", param="model")
-        if name not in self.versions:
-            raise ModelNotFound("none")
-        return self._listing(name)
-
-    def describe(self, uri: str) -> AdapterListing:
-        return self.find(uri.removeprefix("src/"))
-
-    def _answer(self) -> None:
-        if self.gate is not None:
-            self.gate.wait(5)
-        if self.failure is not None:
-            raise self.failure
-
-    def _listing(self, name: str) -> AdapterListing:
-        return AdapterListing(name, f"src/{name}", self.versions[name], ())
-
-
-class FakeFleet:
-    """What the replicas were told; `refusals` by name."""
-
-    def __init__(self) -> None:
-        self.asked: list[AdapterRef] = []
-        self.loaded: list[AdapterRef] = []
-        self.unloaded: list[str] = []
-        self.refusals: dict[str, LorafleetError] = {}
-        self.gate: asyncio.Event | None = None
-        self.failure: LorafleetError | None = None
-
-    async def load_adapter(self, ref: AdapterRef) -> None:
-        self.asked.append(ref)
-        if self.gate is not None:
-            await self.gate.wait()
-        if ref.name in self.refusals:
-            raise self.refusals[ref.name]
-        self.loaded.append(ref)
-
-    async def unload_adapter(self, name: str) -> None:
-        if self.failure is not None:
-            raise self.failure
-        self.unloaded.append(name)
-
-
-def build(
-    source: FakeSource,
-    path: Path | None = None,
-    fleet: FakeFleet | None = None,
-    max_kept: int = 9,
-    **static: str,
-) -> Catalog:
-    return Catalog(
-        source,
-        static,
-        source.describe,
-        lambda uri: f"template of {uri}",
-        CatalogState(FileStore(path) if path else None),
-        fleet or FakeFleet(),
-        max_kept,
-    )
-
-
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(main(), timeout=20))
-
-
-async def names(catalog: Catalog) -> list[str]:
-    return [entry.ref.name for entry in (await catalog.wait("test", "", 0)).entries]
-
-
-async def states(catalog: Catalog) -> dict[str, tuple[str, str | None]]:
-    entries = (await catalog.wait("test", "", 0)).entries
-    return {entry.ref.name: (entry.status.state, entry.status.reason) for entry in entries}
+from tests.router.catalog_fakes import DOWN, FakeFleet, FakeSource, build, names, run, states
 
 
 def test_it_holds_what_the_source_the_configuration_and_the_operator_name() -> None:
@@ -402,95 +305,6 @@ def test_a_restart_while_the_source_is_down_still_knows_the_names(
     run(main)
 
 
-def test_a_named_adapter_follows_its_object_once_the_replicas_have_the_new_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The old one serves until then, and if the new one is refused."""
-    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
-    monkeypatch.setattr(catalog_upkeep, "RETRY_S", 0.0)
-
-    async def main() -> None:
-        source, fleet = FakeSource(a="1"), FakeFleet()
-        catalog = build(source, fleet=fleet, x="src/a")
-        await catalog.keep_up()
-        await catalog.keep_up()
-        assert fleet.loaded == [AdapterRef("x", "src/a", "1")]
-        source.versions["a"] = "2"
-        fleet.refusals["x"] = AdapterRefused("no DoRA", param="use_dora")
-        await catalog.keep_up()
-        assert (await catalog.lookup("x")).version == "1"
-        assert await states(catalog) == {"x": ("failed", "no DoRA")}
-        fleet.refusals.clear()
-        await catalog.keep_up()
-        assert (await catalog.lookup("x")).version == "1", "the same bytes are not tried again"
-        source.versions["a"] = "3"
-        await catalog.keep_up()
-        assert (await catalog.lookup("x")).version == "3"
-        assert await states(catalog) == {"x": ("ready", None)}
-
-    run(main)
-
-
-def test_a_canary_shares_a_name_until_that_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is durable, follows its object, and while it cannot be had the other version answers alone."""
-    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
-    monkeypatch.setattr(catalog_upkeep, "RETRY_S", 0.0)
-
-    async def main() -> None:
-        path = tmp_path / "catalog.json"
-        source, fleet = FakeSource(a="1", b="1", c="1"), FakeFleet()
-        await build(source, path, fleet, x="src/a").load_canary("x", "src/b", 0.5)
-        catalog = build(source, path, fleet, x="src/a")
-        await catalog.refresh()
-        await catalog.keep_up()
-        (entry,) = [e for e in (await catalog.wait("v", "", 0)).entries if e.ref.name == "x"]
-        assert entry.canary == Canary(AdapterRef("x@canary", "src/b", "1"), 0.5)
-        assert AdapterRef("x@canary", "src/b", "1") in await catalog.preloaded()
-
-        source.versions["b"] = "2"
-        await catalog.refresh()
-        await catalog.keep_up()
-        assert fleet.loaded[-1] == AdapterRef("x@canary", "src/b", "2")
-        fleet.refusals["x@canary"] = AdapterRefused("no DoRA", param="use_dora")
-        source.versions["b"] = "3"
-        await catalog.refresh()
-        await catalog.keep_up()
-        assert all(entry.canary is None for entry in (await catalog.wait("v", "", 0)).entries)
-
-        await catalog.load("x", "src/c", True)
-        await catalog.keep_up()
-        assert await names(catalog) == ["a", "b", "c", "x"]
-        with pytest.raises(ModelNotFound) as caught:
-            await catalog.load_canary("unknown", "src/b", 0.5)
-        assert caught.value.param == "lora_name"
-        with pytest.raises(ModelNotFound) as caught:
-            await catalog.load_canary("x", "src/none", 0.5)
-        assert caught.value.param is None
-
-    run(main)
-
-
-def test_a_canary_of_a_name_that_is_unloaded_meanwhile_is_not_kept() -> None:
-    """Nobody could ask for it, and every replica would hold it."""
-
-    async def main() -> None:
-        fleet = FakeFleet()
-        catalog = build(FakeSource(a="1", b="1"), fleet=fleet)
-        await catalog.load("x", "src/a", False)
-        fleet.gate = asyncio.Event()
-        canary = asyncio.create_task(catalog.load_canary("x", "src/b", 0.5))
-        await asyncio.sleep(0.05)
-        await catalog.remove("x")
-        fleet.gate.set()
-        with pytest.raises(ModelNotFound):
-            await canary
-        assert await catalog.preloaded() == []
-
-    run(main)
-
-
 def test_many_who_ask_for_a_new_name_at_once_all_find_it() -> None:
     """More than are looked up at a time; the source is asked once."""
 
@@ -528,77 +342,5 @@ def test_a_template_that_many_need_at_once_is_read_once() -> None:
         assert await asyncio.gather(*asking) == ["template"] * 4
         assert await catalog.template(ref) == "template"
         assert reads == ["src/a"]
-
-    run(main)
-
-
-def test_only_so_many_named_adapters_are_kept_on_the_replicas() -> None:
-    async def main() -> None:
-        fleet = FakeFleet()
-        catalog = build(FakeSource(a="1"), fleet=fleet, max_kept=2, x="src/a", y="src/a", z="src/a")
-        await catalog.keep_up()
-        assert [ref.name for ref in fleet.loaded] == ["x", "y"]
-        assert [ref.name for ref in await catalog.preloaded()] == ["x", "y"]
-        assert (await states(catalog))["z"] == ("ready", None)
-
-    run(main)
-
-
-def test_pinned_adapters_of_the_source_are_there_before_a_replica_serves() -> None:
-    """FR-66."""
-
-    async def main() -> None:
-        source = FakeSource(a="1", b="1")
-        catalog = build(source, x="src/b")
-        assert [ref.name for ref in await catalog.preloaded(("a", "absent"))] == ["a", "x"]
-        source.failure = DOWN
-        with pytest.raises(Unavailable):
-            await catalog.preloaded(("unheard",))
-
-    run(main)
-
-
-def test_what_was_deleted_at_the_source_is_unloaded_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FR-72: replicas and metrics would name it for ever."""
-
-    async def main() -> None:
-        source, fleet = FakeSource(a="1", b="1"), FakeFleet()
-        catalog = build(source, fleet=fleet)
-        await catalog.refresh()
-        del source.versions["a"]
-        await catalog.refresh()
-        await catalog.keep_up()
-        assert fleet.unloaded == []  # its files may be being replaced
-        monkeypatch.setattr(catalog_departures, "GONE_S", 0.0)
-        fleet.failure = DOWN
-        await catalog.keep_up()
-        fleet.failure = None
-        await catalog.keep_up()
-        await catalog.keep_up()
-        assert fleet.unloaded == ["a"]
-
-    run(main)
-
-
-def test_a_canary_that_has_ended_is_unloaded_and_one_that_fails_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(catalog_departures, "GONE_S", 0.0)
-    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
-
-    async def main() -> None:
-        source, fleet = FakeSource(a="1", b="1"), FakeFleet()
-        catalog = build(source, fleet=fleet)
-        await catalog.load("x", "src/a", False)
-        await catalog.load_canary("x", "src/b", 0.5)
-        fleet.refusals["x@canary"] = AdapterRefused("no DoRA", param="use_dora")
-        source.versions["b"] = "2"
-        await catalog.refresh()
-        await catalog.keep_up()
-        assert all(entry.canary is None for entry in (await catalog.wait("v", "", 0)).entries)
-        assert fleet.unloaded == []
-        await catalog.load_canary("x", "src/b", 0)
-        await catalog.keep_up()
-        assert fleet.unloaded == ["x@canary"]
 
     run(main)

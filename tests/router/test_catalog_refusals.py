@@ -10,7 +10,7 @@ from router import catalog_upkeep
 from router.catalog import Catalog
 from router.catalog_refusals import Refusals
 from router.catalog_state import CatalogState
-from tests.router.test_catalog import FakeFleet, FakeSource, build, run, states
+from tests.router.catalog_fakes import FakeFleet, FakeSource, build, run, states
 
 NO_DORA = AdapterRefused("no DoRA", param="use_dora")
 

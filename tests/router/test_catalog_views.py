@@ -14,7 +14,7 @@ from router.catalog import Catalog
 from router.catalog_entry import Entry
 from router.catalog_state import CatalogState
 from router.catalog_upkeep import Status, Upkeep
-from tests.router.test_catalog import FakeFleet, FakeSource, build, names, run
+from tests.router.catalog_fakes import FakeFleet, FakeSource, build, names, run
 
 
 def test_a_change_wakes_the_views_and_a_load_returns_when_they_have_seen_it() -> None:

@@ -1,0 +1,179 @@
+"""The catalog and its replicas: which versions of its adapters they hold, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine.errors import (
+    AdapterRefused,
+    ModelNotFound,
+    Unavailable,
+)
+from engine.request import AdapterRef
+from router import catalog_departures, catalog_upkeep
+from router.catalog_entry import Canary
+from tests.router.catalog_fakes import DOWN, FakeFleet, FakeSource, build, names, run, states
+
+
+def test_a_named_adapter_follows_its_object_once_the_replicas_have_the_new_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The old one serves until then, and if the new one is refused."""
+    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
+    monkeypatch.setattr(catalog_upkeep, "RETRY_S", 0.0)
+
+    async def main() -> None:
+        source, fleet = FakeSource(a="1"), FakeFleet()
+        catalog = build(source, fleet=fleet, x="src/a")
+        await catalog.keep_up()
+        await catalog.keep_up()
+        assert fleet.loaded == [AdapterRef("x", "src/a", "1")]
+        source.versions["a"] = "2"
+        fleet.refusals["x"] = AdapterRefused("no DoRA", param="use_dora")
+        await catalog.keep_up()
+        assert (await catalog.lookup("x")).version == "1"
+        assert await states(catalog) == {"x": ("failed", "no DoRA")}
+        fleet.refusals.clear()
+        await catalog.keep_up()
+        assert (await catalog.lookup("x")).version == "1", "the same bytes are not tried again"
+        source.versions["a"] = "3"
+        await catalog.keep_up()
+        assert (await catalog.lookup("x")).version == "3"
+        assert await states(catalog) == {"x": ("ready", None)}
+
+    run(main)
+
+
+def test_a_canary_shares_a_name_until_that_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is durable, follows its object, and while it cannot be had the other version answers alone."""
+    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
+    monkeypatch.setattr(catalog_upkeep, "RETRY_S", 0.0)
+
+    async def main() -> None:
+        path = tmp_path / "catalog.json"
+        source, fleet = FakeSource(a="1", b="1", c="1"), FakeFleet()
+        await build(source, path, fleet, x="src/a").load_canary("x", "src/b", 0.5)
+        catalog = build(source, path, fleet, x="src/a")
+        await catalog.refresh()
+        await catalog.keep_up()
+        (entry,) = [e for e in (await catalog.wait("v", "", 0)).entries if e.ref.name == "x"]
+        assert entry.canary == Canary(AdapterRef("x@canary", "src/b", "1"), 0.5)
+        assert AdapterRef("x@canary", "src/b", "1") in await catalog.preloaded()
+
+        source.versions["b"] = "2"
+        await catalog.refresh()
+        await catalog.keep_up()
+        assert fleet.loaded[-1] == AdapterRef("x@canary", "src/b", "2")
+        fleet.refusals["x@canary"] = AdapterRefused("no DoRA", param="use_dora")
+        source.versions["b"] = "3"
+        await catalog.refresh()
+        await catalog.keep_up()
+        assert all(entry.canary is None for entry in (await catalog.wait("v", "", 0)).entries)
+
+        await catalog.load("x", "src/c", True)
+        await catalog.keep_up()
+        assert await names(catalog) == ["a", "b", "c", "x"]
+        with pytest.raises(ModelNotFound) as caught:
+            await catalog.load_canary("unknown", "src/b", 0.5)
+        assert caught.value.param == "lora_name"
+        with pytest.raises(ModelNotFound) as caught:
+            await catalog.load_canary("x", "src/none", 0.5)
+        assert caught.value.param is None
+
+    run(main)
+
+
+def test_a_canary_of_a_name_that_is_unloaded_meanwhile_is_not_kept() -> None:
+    """Nobody could ask for it, and every replica would hold it."""
+
+    async def main() -> None:
+        fleet = FakeFleet()
+        catalog = build(FakeSource(a="1", b="1"), fleet=fleet)
+        await catalog.load("x", "src/a", False)
+        fleet.gate = asyncio.Event()
+        canary = asyncio.create_task(catalog.load_canary("x", "src/b", 0.5))
+        await asyncio.sleep(0.05)
+        await catalog.remove("x")
+        fleet.gate.set()
+        with pytest.raises(ModelNotFound):
+            await canary
+        assert await catalog.preloaded() == []
+
+    run(main)
+
+
+def test_only_so_many_named_adapters_are_kept_on_the_replicas() -> None:
+    async def main() -> None:
+        fleet = FakeFleet()
+        catalog = build(FakeSource(a="1"), fleet=fleet, max_kept=2, x="src/a", y="src/a", z="src/a")
+        await catalog.keep_up()
+        assert [ref.name for ref in fleet.loaded] == ["x", "y"]
+        assert [ref.name for ref in await catalog.preloaded()] == ["x", "y"]
+        assert (await states(catalog))["z"] == ("ready", None)
+
+    run(main)
+
+
+def test_pinned_adapters_of_the_source_are_there_before_a_replica_serves() -> None:
+    """FR-66."""
+
+    async def main() -> None:
+        source = FakeSource(a="1", b="1")
+        catalog = build(source, x="src/b")
+        assert [ref.name for ref in await catalog.preloaded(("a", "absent"))] == ["a", "x"]
+        source.failure = DOWN
+        with pytest.raises(Unavailable):
+            await catalog.preloaded(("unheard",))
+
+    run(main)
+
+
+def test_what_was_deleted_at_the_source_is_unloaded_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FR-72: replicas and metrics would name it for ever."""
+
+    async def main() -> None:
+        source, fleet = FakeSource(a="1", b="1"), FakeFleet()
+        catalog = build(source, fleet=fleet)
+        await catalog.refresh()
+        del source.versions["a"]
+        await catalog.refresh()
+        await catalog.keep_up()
+        assert fleet.unloaded == []  # its files may be being replaced
+        monkeypatch.setattr(catalog_departures, "GONE_S", 0.0)
+        fleet.failure = DOWN
+        await catalog.keep_up()
+        fleet.failure = None
+        await catalog.keep_up()
+        await catalog.keep_up()
+        assert fleet.unloaded == ["a"]
+
+    run(main)
+
+
+def test_a_canary_that_has_ended_is_unloaded_and_one_that_fails_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalog_departures, "GONE_S", 0.0)
+    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
+
+    async def main() -> None:
+        source, fleet = FakeSource(a="1", b="1"), FakeFleet()
+        catalog = build(source, fleet=fleet)
+        await catalog.load("x", "src/a", False)
+        await catalog.load_canary("x", "src/b", 0.5)
+        fleet.refusals["x@canary"] = AdapterRefused("no DoRA", param="use_dora")
+        source.versions["b"] = "2"
+        await catalog.refresh()
+        await catalog.keep_up()
+        assert all(entry.canary is None for entry in (await catalog.wait("v", "", 0)).entries)
+        assert fleet.unloaded == []
+        await catalog.load_canary("x", "src/b", 0)
+        await catalog.keep_up()
+        assert fleet.unloaded == ["x@canary"]
+
+    run(main)
