@@ -3,7 +3,8 @@
 Rank 0 is the replica's own engine process, to which they connect (`engine.tensor_parallel.seats`). On GPUs
 each has one, the only one that Ray lets it see. All ranks number theirs alike then, which PyTorch, by its
 source, takes for one GPU and shares no memory, so that sums go through NCCL even on one host (not run). What
-ends the replica ends its placement group, and so the ranks; what ends a rank ends the engine, and so the replica.
+ends the replica ends its placement group, and so the ranks; what ends a rank ends the engine, and so the
+replica.
 """
 
 from __future__ import annotations
