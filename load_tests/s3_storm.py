@@ -11,17 +11,21 @@ tokens. They are read as in serving, by other processes. Shown is the time betwe
   loading   adapters arrive from S3; no request of the storm has started yet
   storm     from the first request to the end of the last one
   resident  the same requests once more, when all adapters are in the pool
+
+Medians of 3 storms, each with nothing in host memory or the pool.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +43,7 @@ from engine.runner.cuda import CudaRunner
 from engine.shape import BLOCKS, NUM_PROJECTIONS, PROJECTIONS
 from load_tests.cold_bench import (
     MAX_MODEL_LEN,
+    NUM_CALM_STEPS,
     NUM_PAGES,
     NUM_STREAMS,
     Client,
@@ -46,6 +51,7 @@ from load_tests.cold_bench import (
     is_over,
     percentile,
     row,
+    spread,
     start_streams,
     stop,
 )
@@ -55,6 +61,7 @@ BUCKET = "lorafleet-storm"
 RANK = 16
 NUM_SHARED = 8  # adapters of the streams
 NUM_ADAPTERS = NUM_SHARED + 32
+NUM_STORMS = 3
 CONFIG = EngineConfig(
     model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
     max_adapters=64, host_cache_bytes=64 << 30, prefix_cache=False, prefetch=False,
@@ -110,6 +117,14 @@ def make_loader(inbox: Inbox, engine: list[RandomEngine]) -> AdapterLoader:
     )
 
 
+@dataclass(frozen=True)
+class Measured:
+    p99: dict[str, float]  # between tokens of the streams, ms
+    ttft_p50: float  # ms
+    ttft_p99: float
+    rate: float  # from S3 to the first token of the last, GB/s
+
+
 class Storm:
     def __init__(self, runner: CudaRunner, names: Sequence[str]) -> None:
         engine: list[RandomEngine] = []
@@ -128,12 +143,12 @@ class Storm:
         self._streams = [f"stream {i}" for i in range(NUM_STREAMS)]
         self._shared, self._others = names[:NUM_SHARED], names[NUM_SHARED:]
 
-    def run(self, num_prompt: int) -> list[Row]:
+    def run(self, num_prompt: int) -> Measured:
         client, timeline = self.client, self.client.timeline
         start_streams(client, self._streams, [self._shared[i % NUM_SHARED] for i in range(NUM_STREAMS)])
-        client.turns(150)
-        now = time.perf_counter()
-        gaps = {"before": timeline.gaps(self._streams, now - 0.6, now)}
+        began = time.perf_counter()
+        client.turns(NUM_CALM_STEPS)
+        gaps = {"before": timeline.gaps(self._streams, began, time.perf_counter())}
         began, ended = self._requests("storm", num_prompt)
         storm = [f"storm {name}" for name in self._others]
         first = min(timeline.tokens[request][0] for request in storm)
@@ -144,16 +159,9 @@ class Storm:
         seconds = max(timeline.tokens[request][0] for request in storm) - began
         stop(client)
         client.engine.loader.close()
-        case = f"S3 storm, prompts of {num_prompt}"
         p99 = {name: percentile(values, 0.99) * 1e3 for name, values in gaps.items()}
-        return [
-            *(row(case, f"p99 between tokens, {name}", value, "ms") for name, value in p99.items()),
-            row(case, "loading over before", (p99["loading"] / p99["before"] - 1) * 100, "%", 5),
-            row(case, "storm over resident", (p99["storm"] / p99["resident"] - 1) * 100, "%", 5),
-            row(case, "TTFT p50", percentile(ttfts, 0.5), "ms"),
-            row(case, "TTFT p99", percentile(ttfts, 0.99), "ms"),
-            row(case, "S3 to the first token of the last", len(storm) * 80 * 2**20 / seconds / 1e9, "GB/s"),
-        ]
+        rate = len(storm) * 80 * 2**20 / seconds / 1e9
+        return Measured(p99, percentile(ttfts, 0.5), percentile(ttfts, 0.99), rate)
 
     def _requests(self, kind: str, num_prompt: int) -> tuple[float, float]:
         """For all others at once; when they began and ended."""
@@ -168,6 +176,21 @@ class Storm:
         return began, ended
 
 
+def rows_of(case: str, storms: Sequence[Measured]) -> list[Row]:
+    def over(name: str, other: str) -> list[float]:
+        return [(storm.p99[name] / storm.p99[other] - 1) * 100 for storm in storms]
+
+    p99 = {name: statistics.median(storm.p99[name] for storm in storms) for name in storms[0].p99}
+    return [
+        *(row(case, f"p99 between tokens, {name}", value, "ms") for name, value in p99.items()),
+        *spread(case, "loading over before", over("loading", "before"), "%", 5),
+        *spread(case, "storm over resident", over("storm", "resident"), "%", 5),
+        row(case, "TTFT p50", statistics.median(storm.ttft_p50 for storm in storms), "ms"),
+        row(case, "TTFT p99", statistics.median(storm.ttft_p99 for storm in storms), "ms"),
+        row(case, "S3 to the first token of the last", statistics.median(s.rate for s in storms), "GB/s"),
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -179,7 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     with uploaded(names):
         for num_prompt in (1, 64):
-            measured = Storm(runner, names).run(num_prompt)
+            storms = [Storm(runner, names).run(num_prompt) for _ in range(NUM_STORMS)]
+            measured = rows_of(f"S3 storm, prompts of {num_prompt}", storms)
             rows += measured
             for r in measured:
                 print(f"{r['case']:28} {r['metric']:40} {r['value']:10.2f} {r['unit']}", flush=True)
