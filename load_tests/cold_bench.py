@@ -11,8 +11,8 @@ Model: Llama-3-8B shape, bf16, random weights; all-linear adapters, in host memo
             beside 64 streams of 64 other resident adapters; median of 15
   storm     64 streams of 64 resident adapters; 64 requests for 64 others come at once, of 1 or 64 prompt
             tokens and 16 output tokens: time between two tokens of the streams, cold storm against resident
-            storm (prompts of 1 token: next to no prefill, so that copies would show); median of 5 storms,
-            each with an empty pool, and the least and the greatest of them
+            storm (prompts of 1 token: next to no prefill, so that copies would show); each in an
+            engine of its own at the same step; median of 3 pairs, and the least and the greatest of them
   thrash    16 adapters of rank 16 in turn, 12 requests a second, 512 + 64 tokens: median time to first token
             with 8 slots against 16
   slora-s2  the workload of S-LoRA (arXiv:2311.03285): ranks 64, 32, 16, 8 in turn, adapters uniform, prompts
@@ -23,6 +23,7 @@ Model: Llama-3-8B shape, bf16, random weights; all-linear adapters, in host memo
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import random
@@ -54,8 +55,8 @@ COMMAND = "python -m load_tests.cold_bench"
 MAX_MODEL_LEN = 2048
 NUM_PAGES = 40_000  # of 2 MiB
 NUM_STREAMS = 64
-NUM_CALM_STEPS = 300  # before a storm
-NUM_STORMS = 5
+NUM_CALM_STEPS = 100  # before a storm
+NUM_STORMS = 3
 CONFIG = EngineConfig(
     model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
     max_adapters=512, host_cache_bytes=1 << 42, prefix_cache=False, prefetch=False,
@@ -119,6 +120,15 @@ class Client:
     def drain(self) -> None:
         self.run_until(lambda: self.engine.core.is_idle)
 
+    def burst(self, kind: str, adapters: Sequence[str], num_prompt: int) -> tuple[float, float]:
+        """A request of 16 output tokens for each at once; when they began and ended."""
+        began = time.perf_counter()
+        for name in adapters:
+            self.send(f"{kind} {name}", num_prompt, 16, name)
+        tokens = [self.timeline.tokens[f"{kind} {name}"] for name in adapters]
+        self.run_until(lambda: all(len(times) == 16 for times in tokens))
+        return began, time.perf_counter()
+
     def replay(self, arrivals: Sequence[tuple[float, GenerateRequest]]) -> float:
         """Open loop, in real time; returns the seconds until the last token."""
         started = time.perf_counter()
@@ -143,6 +153,7 @@ class Bench:
 
     def client(self, ranks: dict[str, int], num_slots: int = CONFIG.max_adapters) -> Client:
         """An engine with an empty pool over the same graphs; `ranks`: adapters in host memory."""
+        gc.collect()  # of the engine before: not while another one is measured
         config = replace(CONFIG, max_adapters=num_slots)
         engine = RandomEngine(self._runner, config, NUM_PAGES, MAX_MODEL_LEN, ranks)
         engine.read(ranks)
@@ -204,35 +215,31 @@ class Bench:
         ]
 
     def storm(self, num_prompt: int) -> list[Row]:
-        storms = [self._storm(num_prompt) for _ in range(NUM_STORMS)]
+        storms = [
+            {kind: self._storm(num_prompt, kind == "resident") for kind in ("cold", "resident")}
+            for _ in range(NUM_STORMS)
+        ]
         case = f"storm, prompts of {num_prompt}"
+        median = {kind: statistics.median(storm[kind] for storm in storms) for kind in ("resident", "cold")}
         more = [(storm["cold"] / storm["resident"] - 1) * 100 for storm in storms]
-        p99 = {kind: statistics.median(storm[kind] for storm in storms) for kind in storms[0]}
         return [
-            row(case, "p99 between tokens, before", p99["before"], "ms"),
-            row(case, "p99 between tokens, resident adapters", p99["resident"], "ms"),
-            row(case, "p99 between tokens, cold adapters", p99["cold"], "ms"),
+            *(row(case, f"p99 between tokens, {kind} adapters", p99, "ms") for kind, p99 in median.items()),
             *spread(case, "cold over resident", more, "%", 5),
         ]
 
-    def _storm(self, num_prompt: int) -> dict[str, float]:
+    def _storm(self, num_prompt: int, is_resident: bool) -> float:
         """p99 of the time between two tokens of the streams, in ms."""
         streams = [f"stream-{i}" for i in range(NUM_STREAMS)]
         others = [f"other-{i}" for i in range(64)]
         client = self.client(dict.fromkeys(streams + others, 16))
+        if is_resident:
+            client.burst("before", others, num_prompt)
         start_streams(client, streams)
-        began = time.perf_counter()
         client.turns(NUM_CALM_STEPS)
-        gaps = {"before": client.timeline.gaps(streams, began, time.perf_counter())}
-        for kind in ("cold", "resident"):
-            began = time.perf_counter()
-            for name in others:
-                client.send(f"{kind} {name}", num_prompt, 16, name)
-            client.run_until(lambda k=kind: all(is_over(client, f"{k} {name}", 16) for name in others))  # type: ignore[misc]
-            gaps[kind] = client.timeline.gaps(streams, began, time.perf_counter())
-            client.turns(20)
+        window = client.burst("storm", others, num_prompt)
+        gaps = client.timeline.gaps(streams, *window)
         stop(client)
-        return {kind: percentile(values, 0.99) * 1e3 for kind, values in gaps.items()}
+        return percentile(gaps, 0.99) * 1e3
 
     def slora_s2(self, num_adapters: int, seconds: float) -> list[Row]:
         client = self.client(slora_ranks(num_adapters))
@@ -315,10 +322,6 @@ def stop(client: Client) -> None:
     for request_id in list(client.engine.core.requests):
         client.engine.core.abort(request_id)
     client.drain()
-
-
-def is_over(client: Client, request_id: str, num_output: int) -> bool:
-    return len(client.timeline.tokens[request_id]) == num_output
 
 
 def poisson(rng: random.Random, rate: float, seconds: float) -> Iterator[float]:

@@ -88,12 +88,20 @@ class RandomEngine:
 
     def read(self, names: Iterable[str]) -> None:
         """Into host memory, random ones."""
-        for name in names:
-            self.core.load_adapter(f"read {name}", self._ref(name))
+        self.load(names)
         for result in self._host.done:
             self.core.on_loaded(result)
         self._host.done.clear()
         self.core.take_events()
+
+    def load(self, names: Iterable[str]) -> None:
+        """Have them read into host memory; returns at once."""
+        for name in names:
+            self.core.load_adapter(f"load {name}", self._ref(name))
+
+    def holds(self, names: Iterable[str]) -> bool:
+        """Whether all of them are in host memory."""
+        return all(name in self.core.manager.names for name in names)
 
     def request(
         self, request_id: str, prompt: Sequence[int], num_output: int, adapter: str | None
@@ -105,11 +113,11 @@ class RandomEngine:
 
     def turn(self) -> list[TokenEvent]:
         """One turn of the loop; its tokens."""
-        events = [event for event in self._loop.turn(0.0) if isinstance(event, TokenEvent)]
+        events = self._loop.turn(0.0)
         for event in events:
             if event.error is not None:
                 raise event.error
-        return events
+        return [event for event in events if isinstance(event, TokenEvent)]
 
     def _ref(self, name: str) -> AdapterRef:
         return AdapterRef(name, f"{self._source}/{name}", name)

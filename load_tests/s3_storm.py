@@ -3,21 +3,24 @@
     AWS_ENDPOINT_URL=http://127.0.0.1:8333 python -m load_tests.s3_storm [--out load_tests/results]
 
 Needs an S3 and credentials in the usual AWS variables; makes the bucket `lorafleet-storm` and removes it.
-Model: Llama-3-8B shape, bf16, random weights; 40 all-linear adapters of rank 16, 80 MiB each. 64 streams of
-8 adapters decode, then 32 requests for the other 32 come at once, of 1 or 64 prompt tokens and 16 output
-tokens. They are read as in serving, by other processes. Shown is the time between two tokens of the streams:
+Model: Llama-3-8B shape, bf16, random weights; 40 all-linear adapters of rank 16, 80 MiB each, read as in
+serving, by other processes. 64 streams of 8 adapters decode. Then the other 32 are wanted at once. Shown is
+the time between two tokens of the streams, each time from the same step of an engine of its own, so that
+contexts are as long:
 
-  before    nothing else runs
-  loading   adapters arrive from S3; no request of the storm has started yet
-  storm     from the first request to the end of the last one
-  resident  the same requests once more, when all adapters are in the pool
+  loading    the 32 are loaded into host memory
+  calm       nothing else happens for as many steps
+  storm      32 requests for them, of 1 or 64 prompt tokens and 16 output tokens, until the last has ended
+  resident   the same requests, when the adapters are in the pool
 
-Medians of 3 storms, each with nothing in host memory or the pool.
+Medians of 3.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import statistics
 import sys
@@ -25,7 +28,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -35,9 +37,10 @@ from safetensors.torch import save
 
 from engine.adapters.host_memory import HostArena
 from engine.adapters.image import ImageFormat
-from engine.adapters.loader import AdapterLoader
+from engine.adapters.loader import AdapterLoader, LoadResult
 from engine.adapters.reader_pool import start_readers
 from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.loop import Inbox
 from engine.runner.cuda import CudaRunner
 from engine.shape import BLOCKS, NUM_PROJECTIONS, PROJECTIONS
@@ -48,7 +51,6 @@ from load_tests.cold_bench import (
     NUM_STREAMS,
     Client,
     Row,
-    is_over,
     percentile,
     row,
     spread,
@@ -61,7 +63,8 @@ BUCKET = "lorafleet-storm"
 RANK = 16
 NUM_SHARED = 8  # adapters of the streams
 NUM_ADAPTERS = NUM_SHARED + 32
-NUM_STORMS = 3
+ADAPTER_BYTES = 80 << 20
+NUM_RUNS = 3
 CONFIG = EngineConfig(
     model="random", device="cuda", max_num_seqs=256, max_num_batched_tokens=8192, max_rank=64,
     max_adapters=64, host_cache_bytes=64 << 30, prefix_cache=False, prefetch=False,
@@ -103,110 +106,133 @@ def uploaded(prefixes: Sequence[str]) -> Iterator[None]:
         client.delete_bucket(Bucket=BUCKET)
 
 
-def make_loader(inbox: Inbox, engine: list[RandomEngine]) -> AdapterLoader:
-    page_elems = SHAPE.page_elems(PAGE_TOKENS)
-    arena = HostArena(page_elems, torch.bfloat16, is_pinned=True)
-    form = ImageFormat(SHAPE, page_elems, torch.bfloat16, CONFIG.max_rank, arena=arena)
-    arena.reserve(4 << 30).join()
-    # the core is there before the first load can end
-    return AdapterLoader(
-        form,
-        CONFIG,
-        lambda result: inbox.put(lambda: engine[0].core.on_loaded(result)),
-        reader=start_readers(CONFIG),
-    )
+class Source:
+    """Reads adapters for the engines, one after the other."""
 
+    def __init__(self) -> None:
+        page_elems = SHAPE.page_elems(PAGE_TOKENS)
+        arena = HostArena(page_elems, torch.bfloat16, is_pinned=True)
+        arena.reserve(4 << 30).join()
+        form = ImageFormat(SHAPE, page_elems, torch.bfloat16, CONFIG.max_rank, arena=arena)
+        self.loader = AdapterLoader(form, CONFIG, self._hand_over, reader=start_readers(CONFIG))
+        self._inbox: Inbox
+        self._core: EngineCore | None = None
 
-@dataclass(frozen=True)
-class Measured:
-    p99: dict[str, float]  # between tokens of the streams, ms
-    ttft_p50: float  # ms
-    ttft_p99: float
-    rate: float  # from S3 to the first token of the last, GB/s
-
-
-class Storm:
-    def __init__(self, runner: CudaRunner, names: Sequence[str]) -> None:
-        engine: list[RandomEngine] = []
-        engine.append(
-            RandomEngine(
-                runner,
-                CONFIG,
-                NUM_PAGES,
-                MAX_MODEL_LEN,
-                dict.fromkeys(names, RANK),
-                make_loader=partial(make_loader, engine=engine),
-                source=f"s3://{BUCKET}",
-            )
+    def engine(self, runner: CudaRunner, names: Sequence[str]) -> RandomEngine:
+        """With nothing in host memory or the pool, over the runner's graphs."""
+        self._core = None
+        gc.collect()  # what the engine before had, adapters too: not while this one is measured
+        ranks = dict.fromkeys(names, RANK)
+        engine = RandomEngine(
+            runner, CONFIG, NUM_PAGES, MAX_MODEL_LEN, ranks, make_loader=self._serve, source=f"s3://{BUCKET}"
         )
-        self.client = Client(engine[0])
+        self._core = engine.core
+        return engine
+
+    def _serve(self, inbox: Inbox) -> AdapterLoader:
+        self._inbox = inbox
+        return self.loader
+
+    def _hand_over(self, result: LoadResult) -> None:
+        assert self._core is not None
+        self._inbox.put(partial(self._core.on_loaded, result))
+
+
+class Run:
+    """Streams of an engine of their own."""
+
+    def __init__(self, source: Source, runner: CudaRunner, names: Sequence[str]) -> None:
+        self.client = Client(source.engine(runner, names))
+        self.others = names[NUM_SHARED:]
+        self._shared = names[:NUM_SHARED]
         self._streams = [f"stream {i}" for i in range(NUM_STREAMS)]
-        self._shared, self._others = names[:NUM_SHARED], names[NUM_SHARED:]
 
-    def run(self, num_prompt: int) -> Measured:
-        client, timeline = self.client, self.client.timeline
-        start_streams(client, self._streams, [self._shared[i % NUM_SHARED] for i in range(NUM_STREAMS)])
-        began = time.perf_counter()
-        client.turns(NUM_CALM_STEPS)
-        gaps = {"before": timeline.gaps(self._streams, began, time.perf_counter())}
-        began, ended = self._requests("storm", num_prompt)
-        storm = [f"storm {name}" for name in self._others]
-        first = min(timeline.tokens[request][0] for request in storm)
-        gaps["loading"] = timeline.gaps(self._streams, began, first)
-        gaps["storm"] = timeline.gaps(self._streams, began, ended)
-        gaps["resident"] = timeline.gaps(self._streams, *self._requests("resident", num_prompt))
-        ttfts = [timeline.ttft(request) * 1e3 for request in storm]
-        seconds = max(timeline.tokens[request][0] for request in storm) - began
-        stop(client)
-        client.engine.loader.close()
-        p99 = {name: percentile(values, 0.99) * 1e3 for name, values in gaps.items()}
-        rate = len(storm) * 80 * 2**20 / seconds / 1e9
-        return Measured(p99, percentile(ttfts, 0.5), percentile(ttfts, 0.99), rate)
+    def start(self) -> None:
+        adapters = [self._shared[i % NUM_SHARED] for i in range(NUM_STREAMS)]
+        start_streams(self.client, self._streams, adapters)
+        self.client.turns(NUM_CALM_STEPS)
 
-    def _requests(self, kind: str, num_prompt: int) -> tuple[float, float]:
-        """For all others at once; when they began and ended."""
+    def end(self, began: float, ended: float) -> float:
+        """p99 of the streams in that time, ms."""
+        gaps = self.client.timeline.gaps(self._streams, began, ended)
+        stop(self.client)
+        return percentile(gaps, 0.99) * 1e3
+
+
+class Bench:
+    def __init__(self, names: Sequence[str]) -> None:
+        runner = CudaRunner(SPEC, random_weights(), CONFIG, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
+        runner.warm_up()
+        self.source = Source()
+        self._run = partial(Run, self.source, runner, names)
+        as_in_serving()
+
+    def loads(self) -> Iterator[Row]:
+        loads = [self._load() for _ in range(NUM_RUNS)]
+        calms = [self._stay_calm(num_steps) for _, _, num_steps in loads]
+        case = "32 loads from S3"
+        yield row(case, "p99 between tokens, calm", statistics.median(calms), "ms")
+        yield row(case, "p99 between tokens, loading", statistics.median(p99 for p99, _, _ in loads), "ms")
+        more = [(p99 / calm - 1) * 100 for (p99, _, _), calm in zip(loads, calms, strict=True)]
+        yield from spread(case, "loading over calm", more, "%", 5)
+        yield row(case, "read and packed", statistics.median(rate for _, rate, _ in loads), "GB/s")
+        yield row(case, "steps meanwhile", statistics.median(num_steps for _, _, num_steps in loads), "")
+
+    def storms(self, num_prompt: int) -> Iterator[Row]:
+        case = f"S3 storm, prompts of {num_prompt}"
+        colds = [self._storm(num_prompt, is_resident=False) for _ in range(NUM_RUNS)]
+        residents = [self._storm(num_prompt, is_resident=True) for _ in range(NUM_RUNS)]
+        for kind, storms in (("resident", residents), ("cold", colds)):
+            yield row(case, f"p99 between tokens, {kind}", statistics.median(p99 for p99, _ in storms), "ms")
+        more = [(cold / other - 1) * 100 for (cold, _), (other, _) in zip(colds, residents, strict=True)]
+        yield from spread(case, "cold over resident", more, "%", 5)
+        yield row(case, "TTFT p50, cold", statistics.median(ttft for _, ttft in colds), "ms")
+
+    def _load(self) -> tuple[float, float, int]:
+        """p99 of the streams in ms, GB/s, and the number of steps."""
+        run = self._run()
+        run.start()
+        engine = run.client.engine
         began = time.perf_counter()
-        for name in self._others:
-            self.client.send(f"{kind} {name}", num_prompt, 16, name)
-        self.client.run_until(
-            lambda: all(is_over(self.client, f"{kind} {name}", 16) for name in self._others)
-        )
+        engine.load(run.others)
+        num_steps = 0
+        while not engine.holds(run.others):
+            run.client.turn()
+            num_steps += 1
         ended = time.perf_counter()
-        self.client.turns(20)
-        return began, ended
+        return run.end(began, ended), len(run.others) * ADAPTER_BYTES / (ended - began) / 1e9, num_steps
 
+    def _stay_calm(self, num_steps: int) -> float:
+        """p99 of the streams in ms."""
+        run = self._run()
+        run.start()
+        began = time.perf_counter()
+        run.client.turns(num_steps)
+        return run.end(began, time.perf_counter())
 
-def rows_of(case: str, storms: Sequence[Measured]) -> list[Row]:
-    def over(name: str, other: str) -> list[float]:
-        return [(storm.p99[name] / storm.p99[other] - 1) * 100 for storm in storms]
-
-    p99 = {name: statistics.median(storm.p99[name] for storm in storms) for name in storms[0].p99}
-    return [
-        *(row(case, f"p99 between tokens, {name}", value, "ms") for name, value in p99.items()),
-        *spread(case, "loading over before", over("loading", "before"), "%", 5),
-        *spread(case, "storm over resident", over("storm", "resident"), "%", 5),
-        row(case, "TTFT p50", statistics.median(storm.ttft_p50 for storm in storms), "ms"),
-        row(case, "TTFT p99", statistics.median(storm.ttft_p99 for storm in storms), "ms"),
-        row(case, "S3 to the first token of the last", statistics.median(s.rate for s in storms), "GB/s"),
-    ]
+    def _storm(self, num_prompt: int, is_resident: bool) -> tuple[float, float]:
+        """p99 of the streams, and the requests' median time to first token, in ms."""
+        run = self._run()
+        if is_resident:
+            run.client.burst("before", run.others, num_prompt)
+        run.start()
+        window = run.client.burst("storm", run.others, num_prompt)
+        ttfts = [run.client.timeline.ttft(f"storm {name}") for name in run.others]
+        return run.end(*window), statistics.median(ttfts) * 1e3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
-    runner = CudaRunner(SPEC, random_weights(), CONFIG, NUM_PAGES, PAGE_TOKENS, MAX_MODEL_LEN)
-    runner.warm_up()
-    as_in_serving()
     names = [f"a{i}" for i in range(NUM_ADAPTERS)]
+    bench = Bench(names)
     rows: list[Row] = []
     with uploaded(names):
-        for num_prompt in (1, 64):
-            storms = [Storm(runner, names).run(num_prompt) for _ in range(NUM_STORMS)]
-            measured = rows_of(f"S3 storm, prompts of {num_prompt}", storms)
-            rows += measured
-            for r in measured:
-                print(f"{r['case']:28} {r['metric']:40} {r['value']:10.2f} {r['unit']}", flush=True)
+        for r in itertools.chain(bench.loads(), bench.storms(1), bench.storms(64)):
+            rows.append(r)
+            print(f"{r['case']:28} {r['metric']:40} {r['value']:10.2f} {r['unit']}", flush=True)
+    bench.source.loader.close()
     if args.out:
         result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
         (args.out / "h200_s3_storm.json").write_text(json.dumps(result, indent=2) + "\n")
