@@ -30,7 +30,7 @@ from engine.runner.cpu import CpuRunner
 from engine.sharding import WHOLE, Shard, shard_shape
 from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
-from engine.tensor_parallel.costs import LOCAL_CPUS, Batch, Sharding, choose_sharding
+from engine.tensor_parallel.costs import LOCAL_CPUS, NVLINK, Batch, GroupCost, Sharding, choose_sharding
 from engine.tensor_parallel.group import Group, GroupReader, GroupRunner, OnEnd
 from kernels.sgmv import Split
 
@@ -160,8 +160,6 @@ def decide_lora_sharding(config: EngineConfig, spec: ModelSpec) -> Sharding:
     """Of a group; see engine/tensor_parallel/costs.py."""
     if config.lora_sharding != "auto":
         return config.lora_sharding
-    if config.device == "cuda":
-        return "replicate"  # until it has been measured there which is faster when
     num_ranks, item_bytes = config.tensor_parallel_size, _dtype(config).itemsize
     pages = plan_pages(config, spec, item_bytes, Shard(0, num_ranks))
     batch = Batch(
@@ -169,11 +167,22 @@ def decide_lora_sharding(config: EngineConfig, spec: ModelSpec) -> Sharding:
         rank=min(config.typical_rank, config.max_rank),
         context=min(TYPICAL_CONTEXT, pages.max_model_len),
     )
-    assert pages.num_pages is not None, "on CPUs the pool's size is told"
-    pool_bytes = pages.num_pages * pages.bytes
-    sharding = choose_sharding(spec.shape, num_ranks, batch, LOCAL_CPUS, item_bytes, pool_bytes)
+    if pages.num_pages is None:
+        pool_bytes = _expect_pool_bytes(config, spec, item_bytes)
+    else:
+        pool_bytes = pages.num_pages * pages.bytes
+    machine = LOCAL_CPUS if config.device == "cpu" else NVLINK
+    sharding = choose_sharding(spec.shape, num_ranks, batch, machine, item_bytes, pool_bytes)
     logger.info("lora_sharding is %s for %s", sharding, batch)
     return sharding
+
+
+def _expect_pool_bytes(config: EngineConfig, spec: ModelSpec, item_bytes: int) -> int:
+    """What the base leaves of a GPU; workspaces are measured when there is a runner."""
+    embedding = item_bytes * spec.shape.vocab_size * spec.shape.hidden_size
+    base = GroupCost.of(spec.shape, config.tensor_parallel_size, "replicate", item_bytes).base_bytes
+    total = torch.cuda.get_device_properties(0).total_memory
+    return int(config.gpu_memory_fraction * total) - base - embedding
 
 
 def _is_split(config: EngineConfig) -> bool:

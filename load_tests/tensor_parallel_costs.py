@@ -9,8 +9,9 @@ which an engine with lora_sharding = auto chooses.
 
     step = bytes of base, adapters and KV on a rank / 4.4 TB/s + collectives x (latency + bytes sent / link)
 
-Latency: 10 us (a sum of one row on two H200 took 10.6 us), half as much again each time N doubles. Links:
-NVLink 400 GB/s, PCIe 5 50 GB/s. Writes load_tests/results/tp_costs.md.
+Latency of two ranks: a sum 3.4 us over NVLink and 8 over PCIe, an exchange between A and B 32 us (measured on
+two H200, but PCIe's); half as much again each time N doubles. Links: NVLink 400 GB/s, PCIe 5 50 GB/s. Writes
+load_tests/results/tp_costs.md.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def main() -> int:
     text = [
         "# A group's decode step, by arithmetic",
         "",
-        "Not measured.",
+        "Measured on two H200: [h200_tp2.md](h200_tp2.md), [h200_tp2_shardings.md](h200_tp2_shardings.md).",
         "",
         "```",
         __doc__.strip(),

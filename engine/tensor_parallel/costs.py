@@ -2,8 +2,8 @@
 
     step = bytes of base, adapters and KV on a rank / read rate + collectives x (latency + bytes / link)
 
-"replicate" takes two sums a layer. "full" takes four collectives more, of what lies between A and B, and
-reads 1/N of each adapter. If only one of them lets a batch's adapters and KV fit the pool, it is taken, else
+"replicate" takes two sums a layer. "full" takes four exchanges more, of what lies between A and B, and reads
+1/N of each adapter. If only one of them lets a batch's adapters and KV fit the pool, it is taken, else
 the one that takes less time. Plain arithmetic: no torch, no device.
 """
 
@@ -30,21 +30,26 @@ _MORE_RANKS = 1.5  # a collective of twice the ranks takes so much longer to beg
 class Machine:
     read_bytes_per_s: float  # of a rank's memory
     link_bytes_per_s: float  # from a rank to others
-    latency_s: float  # of a collective of two ranks
+    # of two ranks
+    sum_latency_s: float
+    exchange_latency_s: float
 
-    def collective_s(self, num_ranks: int, sent_bytes: float) -> float:
+    def collective_s(self, latency_s: float, num_ranks: int, sent_bytes: float) -> float:
         """`sent_bytes`: by each rank."""
         if num_ranks == 1:
             return 0.0
-        latency = self.latency_s * math.pow(_MORE_RANKS, math.log2(num_ranks) - 1)
+        latency = latency_s * math.pow(_MORE_RANKS, math.log2(num_ranks) - 1)
         return latency + sent_bytes / self.link_bytes_per_s
 
 
-# an H200 reads 4.4 TB/s, a sum of one row on two of them took 10.6 us
-NVLINK = Machine(4.4e12, 400e9, 10e-6)
-PCIE = Machine(4.4e12, 50e9, 10e-6)
+# Two H200 (load_tests/results/h200_tp2_shardings.md): one reads 4.4 TB/s, a sum of one row takes 3.4 us, an
+# exchange 10 us alone. To a step of 64 rows of rank 16, 64, 256 each exchange added 18, 22, 32 us, beside the
+# bytes that "full" spares: nothing overlaps with it. The last one counts: at small ranks the choice is not close.
+NVLINK = Machine(4.4e12, 400e9, 3.4e-6, 32e-6)
+# not measured: NCCL's sum of one row takes 8 us over NVLink
+PCIE = Machine(4.4e12, 50e9, 8e-6, 32e-6)
 # processes of one machine over gloo: a small collective of two takes 0.2 to 0.5 ms, 4 MiB take 5
-LOCAL_CPUS = Machine(10e9, 1e9, 300e-6)
+LOCAL_CPUS = Machine(10e9, 1e9, 300e-6, 300e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +97,14 @@ class GroupCost:
         layers = self.part.sharded.full.num_layers
         others = (self.num_ranks - 1) / self.num_ranks
         row_bytes = self.part.sharded.full.hidden_size * self.item_bytes
-        sums = _SUMS_A_LAYER * machine.collective_s(self.num_ranks, 2 * others * batch.rows * row_bytes)
+        sent = 2 * others * batch.rows * row_bytes
+        collectives = _SUMS_A_LAYER * machine.collective_s(machine.sum_latency_s, self.num_ranks, sent)
         if self.part.is_full:
             sent = others * batch.rows * batch.rank * _HIDDEN_ITEM_BYTES * NUM_PROJECTIONS
-            sums += _EXCHANGES_A_LAYER * machine.collective_s(self.num_ranks, sent / _EXCHANGES_A_LAYER)
-        return (self.base_bytes + self.pool_bytes(batch)) / machine.read_bytes_per_s + layers * sums
+            sent /= _EXCHANGES_A_LAYER
+            exchange = machine.collective_s(machine.exchange_latency_s, self.num_ranks, sent)
+            collectives += _EXCHANGES_A_LAYER * exchange
+        return (self.base_bytes + self.pool_bytes(batch)) / machine.read_bytes_per_s + layers * collectives
 
 
 def choose_sharding(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,5 +193,20 @@ def test_auto_shards_adapters_fully_where_only_that_fits(tmp_path: Path) -> None
         assert decide_lora_sharding(config, spec) == expected
     asked = EngineConfig(pool_bytes=2 * whole, lora_sharding="full", **settings)
     assert decide_lora_sharding(asked, spec) == "full"
-    on_gpus = EngineConfig(device="cuda", pool_bytes=whole - 1, **settings)
-    assert decide_lora_sharding(on_gpus, spec) == "replicate"
+
+
+def test_auto_counts_on_what_the_base_leaves_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = load_model_spec(str(make_llama(tmp_path / "base")))
+    config = EngineConfig(
+        spec.path, device="cuda", tensor_parallel_size=2, max_num_seqs=4, typical_rank=64, max_rank=64,
+        max_model_len=16, gpu_memory_fraction=1.0,
+    )  # fmt: skip
+    cost = GroupCost.of(spec.shape, 2, "replicate", 2)
+    embedding = 2 * spec.shape.vocab_size * spec.shape.hidden_size
+    needed = cost.base_bytes + embedding + cost.pool_bytes(Batch(rows=4, rank=64, context=16))
+    for total, expected in ((needed, "replicate"), (needed - 1, "full")):
+        gpu = SimpleNamespace(total_memory=total)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
+        assert decide_lora_sharding(config, spec) == expected
