@@ -44,7 +44,7 @@ class Machine:
 
 # Two H200 (load_tests/results/h200_tp2_shardings.md): one reads 4.4 TB/s, a sum of one row takes 3.4 us, an
 # exchange 10 us alone. To a step of 64 rows of rank 16, 64, 256 each exchange added 18, 22, 32 us, beside the
-# bytes that "full" spares: nothing overlaps with it. The last one counts: at small ranks the choice is not close.
+# bytes that "full" spares: nothing overlaps with it. The last one counts: only there the choice is close.
 NVLINK = Machine(4.4e12, 400e9, 3.4e-6, 32e-6)
 # not measured: NCCL's sum of one row takes 8 us over NVLink
 PCIE = Machine(4.4e12, 50e9, 8e-6, 32e-6)
