@@ -124,6 +124,11 @@ class EngineClient:
         """The load report. Raises AdapterRefused, ModelNotFound, AccessDenied or Unavailable."""
         return await self._call("load", encode_ref(ref))
 
+    async def prefetch(self, ref: AdapterRef) -> None:
+        """A request for it is on its way. Nobody hears how that ends; raises EngineDead."""
+        self._check_alive()
+        self._send(["prefetch", encode_ref(ref)])
+
     async def unload_adapter(self, name: str) -> None:
         """Raises ModelNotFound."""
         await self._call("unload", name)

@@ -145,6 +145,9 @@ class EngineProcess:
     def _load(self, core: EngineCore, call_id: str, ref: dict[str, str]) -> None:
         core.load_adapter(call_id, decode_ref(ref))
 
+    def _prefetch(self, core: EngineCore, ref: dict[str, str]) -> None:
+        core.prefetch(decode_ref(ref))
+
     def _unload(self, core: EngineCore, call_id: str, name: str) -> None:
         core.unload_adapter(call_id, name)
 
@@ -159,6 +162,7 @@ _CALLS: dict[str, Callable[..., None]] = {
     "add": EngineProcess._add,
     "abort": EngineProcess._abort,
     "load": EngineProcess._load,
+    "prefetch": EngineProcess._prefetch,
     "unload": EngineProcess._unload,
     "pin": EngineProcess._pin,
     "unpin": EngineProcess._unpin,

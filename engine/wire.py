@@ -1,6 +1,6 @@
 """Frames between an engine process and its client: a length, then JSON. Nothing is ever unpickled.
 
-client -> engine   [call, ...]         add, abort, load, unload, pin, unpin; the end stops it
+client -> engine   [call, ...]         add, abort, load, prefetch, unload, pin, unpin; the end stops it
 engine -> client   {"ready": facts} or {"failed": error} once, then {"events": [...]}, {"stats": {...}}, and
                    {"beat": seconds since the loop's last turn} where nothing else was sent for a second
 """

@@ -164,6 +164,26 @@ async def test_load_report_and_unload(client: EngineClient, adapter: AdapterRef)
     await until(is_gone)
 
 
+async def test_a_hint_loads_and_copies_ahead_and_a_bad_one_harms_nobody(
+    base: Path, adapter: AdapterRef, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with running(base) as client:
+        await client.prefetch(AdapterRef("none", str(tmp_path / "none"), "1"))
+        await client.prefetch(adapter)
+
+        async def hints_are(copied: int, used: int) -> bool:
+            prefetches = (await client.stats()).get("prefetches", {})
+            return prefetches.get("hint") == {"copied": copied, "used": used}
+
+        await until(lambda: hints_are(copied=1, used=0))
+        assert await collect(client, request("1", adapter))
+        await until(lambda: hints_are(copied=1, used=1))
+        adapters = (await client.stats())["adapters"]
+        assert (adapters["a"]["hits"]["hbm"], adapters["a"]["misses"]) == (1, 0)
+        assert "none" not in adapters
+    assert "none" not in capfd.readouterr().err
+
+
 async def test_death_of_the_process_is_an_error_not_a_silent_end(base: Path) -> None:
     """FR-65."""
     client = EngineClient(config(base))
@@ -176,6 +196,8 @@ async def test_death_of_the_process_is_an_error_not_a_silent_end(base: Path) -> 
             pass
     with pytest.raises(EngineDead):
         await client.stats()
+    with pytest.raises(EngineDead):
+        await client.prefetch(AdapterRef("a", "x"))
     assert not client.is_alive
     await client.stop()
 
