@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,11 @@ class ReplicaSettings:
     engine_client: str = ENGINE_CLIENT  # module:Class; tests bring a fake
     metrics_port: int | None = None  # of a page of its own; None: no page
     has_rank_actors: bool = False  # its group's other ranks are Ray actors
+
+
+def max_requests(engine: EngineConfig) -> int:
+    """That routers send to a replica: enough to fill seats as they come free, and no queue behind its back."""
+    return 2 * engine.max_num_seqs
 
 
 OnRefused = Callable[[dict[str, str], AdapterRefused], None]
@@ -135,6 +140,11 @@ class EngineReplica:
     async def load_adapter(self, ref: dict[str, str]) -> dict[str, Any]:
         return await to_answer(self._client.load_adapter(decode_ref(ref)))
 
+    async def prefetch(self, ref: dict[str, str]) -> None:
+        """A request for it waits in a router, and is to come here. Nobody hears how that ends."""
+        with suppress(EngineDead):
+            await self._client.prefetch(decode_ref(ref))
+
     async def unload_adapter(self, name: str) -> dict[str, Any]:
         answer = await to_answer(self._client.unload_adapter(name))
         self._books.forget(name)
@@ -156,7 +166,11 @@ class EngineReplica:
         return routing_stats(await self._client.stats(), self._books, time.monotonic())
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        return {"max_num_seqs": self._config.max_num_seqs, "max_adapters": self._config.max_adapters}
+        return {
+            "max_num_seqs": self._config.max_num_seqs,
+            "max_adapters": self._config.max_adapters,
+            "max_requests": max_requests(self._config),
+        }
 
     async def scaling(self, wanted: int | None) -> dict[str, Any]:
         """Tells its load, see `router.autoscaling`, and is told how many replicas the fleet should have."""

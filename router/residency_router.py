@@ -4,7 +4,8 @@ Serve pickles this module by value into every process that holds a handle, so it
 must exist on every node. Each handle has a router of its own; they share nothing but the replicas' stats:
 
     routing_stats     see `deployments.replica_books.routing_stats`
-    replica_metadata  {"max_num_seqs", "max_adapters": ints}
+    replica_metadata  {"max_num_seqs", "max_adapters", "max_requests": ints}; Serve's own limit is above the
+                      last one, so that a replica that is full of requests still takes other calls
 
 Stats are read when they arrive, not when a request does. Choosing asks nobody: how many requests a replica
 has is known from its stats, from its answers, and from what was sent since; if it is full all the same, it
@@ -88,7 +89,9 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
         if replica_id.unique_id in self._table:
             # if that means that it rejected our request, this will end now and count as one less
-            is_full = num_ongoing_requests >= self._table[replica_id.unique_id].capacity
+            is_full = (
+                num_ongoing_requests >= self._running_replicas[replica_id.unique_id].max_ongoing_requests
+            )
             self._table.answered(replica_id.unique_id, num_ongoing_requests + is_full, time.monotonic())
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
@@ -249,8 +252,9 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
     def _read_stats(self, replica_id: str, replica: RunningReplica) -> None:
         stats = replica.routing_stats
         if replica_id not in self._stats_seen:
-            seats = replica.replica_metadata.get("max_num_seqs", replica.max_ongoing_requests)
-            self._table.add(replica_id, seats, replica.max_ongoing_requests)
+            metadata, limit = replica.replica_metadata, replica.max_ongoing_requests
+            capacity = min(metadata.get("max_requests", limit), limit)
+            self._table.add(replica_id, metadata.get("max_num_seqs", limit), capacity)
         elif self._stats_seen[replica_id] == stats:
             return
         self._stats_seen[replica_id] = stats

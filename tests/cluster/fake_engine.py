@@ -38,6 +38,7 @@ class FakeEngineClient:
         self._running: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()
         self.num_loads = 0
+        self.num_hints = 0
         self.num_aborted = 0
         self.facts = SimpleNamespace(max_model_len=config.max_model_len or 256)
 
@@ -93,7 +94,12 @@ class FakeEngineClient:
             raise ModelNotFound(f"no adapter {name!r}")
 
     async def prefetch(self, ref: AdapterRef) -> None:
-        await self._make_resident(ref)
+        if not self.is_alive:
+            raise EngineDead("the engine process ended")
+        self.num_hints += 1
+        if ref.name not in self._resident and ref.name not in self._loading:
+            self._loading[ref.name] = load = asyncio.create_task(self._load(ref))
+            load.add_done_callback(lambda done: done.exception())  # nobody hears of it
 
     async def stats(self) -> dict[str, Any]:
         names = {*self._resident, *self._loading, *self._running, *self._waiting} - {BASE}
@@ -103,6 +109,7 @@ class FakeEngineClient:
             "max_num_seqs": self._config.max_num_seqs,
             "slots": {"total": self._config.max_adapters, "used": len(self._resident)},
             "num_loads": self.num_loads,
+            "num_hints": self.num_hints,
             "num_aborted": self.num_aborted,
             "pid": os.getpid(),
             "adapters": {name: self._entry(name) for name in sorted(names)},

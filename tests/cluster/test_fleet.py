@@ -142,6 +142,18 @@ def test_a_replica_that_hangs_hides_no_other(shared_app: App) -> None:
         os.kill(hung, signal.SIGCONT)
 
 
+def test_a_fleet_that_is_full_still_answers_its_operator(shared_app: App) -> None:
+    """Serve lets every call wait for a place among the requests, and these take longer than a probe waits."""
+    app = shared_app
+    running = app.start(*[{"max_tokens": 200}] * 20)
+    eventually(lambda: sum(s["running"] + s["waiting"] for s in app.stats()) == 16, timeout_s=2)
+    started = time.monotonic()
+    app.service("check_health")
+    assert "lorafleet_" in app.service("metrics_text")
+    assert time.monotonic() - started < 1.0
+    assert {answer["tokens"] for answer in running.result(timeout_s=60)} == {200}
+
+
 def test_an_upgrade_under_load_loses_nothing(start_app: StartApp) -> None:
     """FR-66: other settings, so every replica is replaced, while requests come; running ones finish."""
     app = start_app({"token_s": 0.01}, grace_s=10.0)

@@ -182,6 +182,19 @@ def test_load_and_unload_answer_with_values() -> None:
     asyncio.run(main())
 
 
+def test_a_hint_loads_and_nobody_hears_of_one_that_fails() -> None:
+    async def main() -> None:
+        async with started() as replica:
+            await replica.prefetch(encode_ref(AdapterRef("bad", "refused:")))
+            await replica.prefetch(encode_ref(AdapterRef("sql", "x")))
+            await asyncio.sleep(0.01)
+            assert (await replica.record_routing_stats())["resident"] == ["sql"]
+            await run(replica, request(DIE_AT_THIRD, max_tokens=9))
+            await replica.prefetch(encode_ref(AdapterRef("other", "x")))
+
+    asyncio.run(main())
+
+
 def test_warming_loads_what_fits_and_survives_a_bad_adapter() -> None:
     """FR-66: a new replica has the wanted adapters before it is ready."""
 
@@ -246,7 +259,8 @@ def test_a_stop_on_purpose_is_no_death(exits: list[int]) -> None:
 def test_the_router_learns_the_replicas_size() -> None:
     async def main() -> None:
         async with started() as replica:
-            assert await replica.record_replica_metadata() == {"max_num_seqs": 4, "max_adapters": 2}
+            size = {"max_num_seqs": 4, "max_adapters": 2, "max_requests": 8}
+            assert await replica.record_replica_metadata() == size
             assert await replica.facts() == {"max_model_len": 256}
 
     asyncio.run(main())
