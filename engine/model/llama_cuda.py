@@ -8,8 +8,9 @@ Shapes: T tokens, E hidden size, H query heads, D head size, X qkv columns, I in
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -19,9 +20,9 @@ from engine.model.spec import ModelSpec
 from engine.shape import PROJECTIONS, ModelShape
 from engine.tensor_parallel.comm import ALONE, Comm, PeerSets
 from kernels.add_delta.triton import add_delta
-from kernels.all_reduce.triton import all_reduce_add_rms_norm
+from kernels.all_reduce.triton import PeerBuffers, all_reduce_add_rms_norm
 from kernels.embedding.triton import embed
-from kernels.linear.triton import linear
+from kernels.linear.triton import linear, row_parallel_linear
 from kernels.paged_attention.triton import AttentionPlan, paged_attention
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rotary.triton import rotary_kv_write
@@ -30,29 +31,57 @@ from kernels.sgmv.table import FusedModule
 from kernels.sgmv.workspace import SgmvWorkspace
 from kernels.silu_mul.triton import silu_mul
 
-Linear = tuple[torch.Tensor, torch.Tensor | None]  # (output, delta that is still to be added)
+
+class Linear(NamedTuple):
+    y: torch.Tensor
+    delta: torch.Tensor | None = None  # still to be added
+    is_sent: bool = False  # to the other ranks, which want to sum it
 
 
-class Branch(Protocol):
+class Branch(ABC):
     """How a step's adapters take part in it."""
 
     pdl: bool
     """Kernels may be launched before the one before has ended: in graphs, where it pays (kernels.rotary)."""
 
+    @abstractmethod
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear: ...
 
+    def row_parallel(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        peers: PeerBuffers | None,
+    ) -> Linear:
+        """A linear whose outputs are summed over the ranks, by way of `peers` if there are any."""
+        return self.linear(x, weight, module, layer)
+
+    @abstractmethod
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
     ) -> torch.Tensor:
         """silu_mul of gate_up, what adapters add to it included."""
 
 
-class NoAdapters:
+class NoAdapters(Branch):
     def __init__(self, pdl: bool) -> None:
         self.pdl = pdl
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
-        return linear(x, weight, pdl=self.pdl), None
+        return Linear(linear(x, weight, pdl=self.pdl))
+
+    def row_parallel(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        peers: PeerBuffers | None,
+    ) -> Linear:
+        y, is_sent = row_parallel_linear(x, weight, peers, self.pdl)
+        return Linear(y, is_sent=is_sent)
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
@@ -60,7 +89,7 @@ class NoAdapters:
         return silu_mul(linear(x, weight, pdl=self.pdl), pdl=self.pdl)
 
 
-class BesideBase:
+class BesideBase(Branch):
     """Few tokens: each adapter branch runs beside its base product, on a stream of its own."""
 
     def __init__(self, workspace: SgmvWorkspace, pdl: bool) -> None:
@@ -68,16 +97,16 @@ class BesideBase:
         self._workspace = workspace
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
-        return self._workspace.beside(x, module, layer, lambda: linear(x, weight), self.pdl)
+        return Linear(*self._workspace.beside(x, module, layer, lambda: linear(x, weight), self.pdl))
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
     ) -> torch.Tensor:
-        y, delta = self.linear(x, weight, module, layer)
+        y, delta, _ = self.linear(x, weight, module, layer)
         return silu_mul(y, delta, slots, pdl=self.pdl)
 
 
-class OntoBase:
+class OntoBase(Branch):
     """Many tokens in a graph, which serves any counts: the adapters' branch adds to the base product."""
 
     pdl = False
@@ -88,15 +117,15 @@ class OntoBase:
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
         y = linear(x, weight)
         self._workspace.add(y, x, module, layer)
-        return y, None
+        return Linear(y)
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
     ) -> torch.Tensor:
-        return silu_mul(self.linear(x, weight, module, layer)[0])
+        return silu_mul(self.linear(x, weight, module, layer).y)
 
 
-class AfterBase:
+class AfterBase(Branch):
     """Many tokens: the adapters' branch first, and the base product adds to it."""
 
     pdl = False
@@ -107,7 +136,7 @@ class AfterBase:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
         y = self._workspace.delta(x, module, layer, self._counts)
-        return y.addmm_(x, weight.T), None
+        return Linear(y.addmm_(x, weight.T))
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
@@ -152,27 +181,34 @@ class CudaLlama:
         adapter slot.
         """
         eps, layers, pdl = self.spec.rms_norm_eps, self.weights.layers, branch.pdl
+        peer_sets = self._peer_sets(len(token_ids))
         cos_TD, sin_TD = self._cos_PD[positions], self._sin_PD[positions]
         residual_TE = embed(token_ids, sampled, self.weights.embed)
         h_TE = rms_norm(residual_TE, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
             before_layer(i)
-            qkv_TX, delta = branch.linear(h_TE, layer.qkv, self.qkv, i)
+            qkv_TX, delta, _ = branch.linear(h_TE, layer.qkv, self.qkv, i)
             rows = slots if delta is not None else None
             q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows, pdl=pdl)
             o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention, pdl=pdl)
-            partial = branch.linear(o_THD.flatten(1), layer.o, self.o, i)
-            h_TE = self._add_norm(residual_TE, partial, layer.post_norm, slots, pdl, 0)
+            partial = branch.row_parallel(o_THD.flatten(1), layer.o, self.o, i, peer_sets[0])
+            h_TE = self._add_norm(residual_TE, partial, layer.post_norm, slots, pdl, peer_sets[0])
             act_TI = branch.gated(h_TE, layer.gate_up, self.gate_up, i, slots)
-            partial = branch.linear(act_TI, layer.down, self.down, i)
+            partial = branch.row_parallel(act_TI, layer.down, self.down, i, peer_sets[1])
             is_last = i + 1 == len(layers)
             norm = self.weights.final_norm if is_last else layers[i + 1].input_norm
-            h_TE = self._add_norm(residual_TE, partial, norm, slots, pdl, 1)
+            h_TE = self._add_norm(residual_TE, partial, norm, slots, pdl, peer_sets[1])
         return h_TE
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary], in the model's dtype; `out` [rows, this rank's part] is used."""
         return self._comm.gather_columns(linear(hidden, self.weights.lm_head, out))
+
+    def _peer_sets(self, num_rows: int) -> PeerSets | tuple[None, None]:
+        """For sums of so many rows, in turn; None: they go another way."""
+        if self._peers is None or num_rows > self._peers[0].max_rows:
+            return None, None
+        return self._peers
 
     def _add_norm(
         self,
@@ -181,14 +217,13 @@ class CudaLlama:
         norm: torch.Tensor,
         slots: torch.Tensor,
         pdl: bool,
-        peer_set: int,
+        peers: PeerBuffers | None,
     ) -> torch.Tensor:
-        """Over the ranks the sum of `partial`, what adapters add included; `peer_set`s come in turn."""
-        (y, delta), eps = partial, self.spec.rms_norm_eps
+        """Over the ranks the sum of `partial`, what adapters add included."""
+        (y, delta, is_sent), eps = partial, self.spec.rms_norm_eps
         rows = slots if delta is not None else None
-        if self._peers is not None and len(y) <= self._peers[peer_set].max_rows:
-            peers = self._peers[peer_set]
-            return all_reduce_add_rms_norm(residual, y, norm, eps, peers, delta, rows, pdl)
+        if peers is not None:
+            return all_reduce_add_rms_norm(residual, y, norm, eps, peers, delta, rows, pdl, is_sent)
         if self._comm is not ALONE:
             if delta is not None:
                 add_delta(y, delta, slots)

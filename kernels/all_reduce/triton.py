@@ -1,7 +1,8 @@
 """One-shot all-reduce over NVLink with residual add and RMSNorm in one launch, for a step's few rows.
 
 Every rank writes its part of a row into all others' memory, waits until theirs are in its own, and sums: one
-trip over the link, where a ring or a reduce-scatter takes several. From each rank N - 1 times the row crosses
+trip over the link, where a ring or a reduce-scatter takes several. The launch that computed the part may have
+written it already (kernels.linear.triton). From each rank N - 1 times the row crosses
 the link, so that large inputs are NCCL's. There are no flags: an element that has not come yet is EMPTY, and
 whoever has read it makes it so again. So nobody waits for a fence between values and flag, or reads a flag
 before the values. After the one-shot algorithm of TensorRT-LLM's all-reduce, whose name for such buffers is
@@ -9,7 +10,8 @@ Lamport's.
 
 There are two sets of buffers, for calls in turn. A set is written again by the call after the next; a rank
 that is there has ended the call in between, so it had all parts of that call, so every other rank had begun
-it, and had ended the one that read this set. Hence no barrier at the end.
+it, and had ended the one that read this set. Hence no barrier at the end. What sends a part ahead of a call
+runs behind the call before, so the same holds for it.
 
 A program waits for the other ranks' programs of its number only. All of a launch run at once: there are few
 enough, and each takes rows in turn.
@@ -54,15 +56,18 @@ def all_reduce_add_rms_norm(
     delta: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
     pdl: bool = False,
+    is_sent: bool = False,
 ) -> torch.Tensor:
     """The contract of kernels.all_reduce.reference for this rank; residual in place, returns `out`, new.
 
     residual, y and delta [T, H] contiguous, T at most peers.max_rows and the same on all ranks; delta and
     slots: both or neither. All ranks must call it as often and in the same order, sets in turn. Never ends if
     another rank does not call it.
+    is_sent: by `send`, in the launch that made y, behind the call before this one. Ranks may differ in that.
     pdl: as of rotary_kv_write.
     """
     assert (delta is None) == (slots is None)
+    assert not is_sent or delta is None
     for tensor in (y, delta):
         assert tensor is None or (tensor.shape == residual.shape and tensor.is_contiguous())
     assert residual.is_contiguous()
@@ -87,6 +92,7 @@ def all_reduce_add_rms_norm(
         RANK=peers.rank,
         WORLD=len(peers.rows),
         HAS_DELTA=delta is not None,
+        IS_SENT=is_sent,
         PDL=pdl,
         launch_pdl=pdl,
         BLOCK=block,
@@ -140,6 +146,7 @@ def _all_reduce_kernel(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    IS_SENT: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -155,7 +162,9 @@ def _all_reduce_kernel(
             delta_width = tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
             delta = tl.load(delta_ptr + at, mask=columns < delta_width, other=0.0)
             own = (own.to(tl.float32) + delta.to(tl.float32)).to(own.dtype)
-        total = _exchange(own, rows_ptrs, row, max_rows, width, columns, inside, RANK, WORLD)
+        if not IS_SENT:
+            send(own, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD)
+        total = _receive(own, rows_ptrs, row, max_rows, width, columns, inside, RANK, WORLD)
         values = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         values = (values + total.to(own.dtype).to(tl.float32)).to(own.dtype).to(tl.float32)
         tl.store(residual_ptr + at, values.to(own.dtype), mask=inside)
@@ -163,7 +172,28 @@ def _all_reduce_kernel(
 
 
 @triton.jit
-def _exchange(
+def send(
+    own: tl.tensor,
+    rows_ptrs: tl.tuple,
+    to: tl.tensor,
+    inside: tl.tensor,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+) -> None:
+    """`own` to all other ranks; `to`: where this rank's part lies in their memory [ranks, most rows, H]."""
+    dtype: tl.constexpr = own.dtype
+    bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
+    empty = tl.full(own.shape, -1, bits)
+    other_nan = tl.full(own.shape, (1 << (dtype.primitive_bitwidth - 1)) - 1, bits)
+    sent = own.to(bits, bitcast=True)
+    sent = tl.where(sent == empty, other_nan, sent).to(dtype, bitcast=True)
+    for peer in tl.static_range(WORLD):
+        if peer != RANK:
+            tl.store(rows_ptrs[peer] + to, sent, mask=inside)
+
+
+@triton.jit
+def _receive(
     own: tl.tensor,
     rows_ptrs: tl.tuple,
     row: tl.tensor,
@@ -178,14 +208,6 @@ def _exchange(
     dtype: tl.constexpr = own.dtype
     bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
     empty = tl.full(columns.shape, -1, bits)
-    sent = own.to(bits, bitcast=True)
-    sent = tl.where(
-        sent == empty, tl.full(columns.shape, (1 << (dtype.primitive_bitwidth - 1)) - 1, bits), sent
-    )
-    to = (RANK * max_rows + row) * width + columns
-    for peer in tl.static_range(WORLD):
-        if peer != RANK:
-            tl.store(rows_ptrs[peer] + to, sent.to(dtype, bitcast=True), mask=inside)
     total = tl.zeros(columns.shape, tl.float32)
     for peer in tl.static_range(WORLD):
         if peer == RANK:

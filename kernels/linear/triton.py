@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.all_reduce.triton import PeerBuffers, send
+
 MIN_WEIGHT_ELEMS = 1 << 23
 NUM_PROGRAMS = 132
 """Multiprocessors of an H200: fewer programs than these leave some without work."""
@@ -54,6 +56,21 @@ def linear(
     return small_linear(x, weight, tile, out, pdl)
 
 
+def row_parallel_linear(
+    x: torch.Tensor, weight: torch.Tensor, peers: PeerBuffers | None, pdl: bool = False
+) -> tuple[torch.Tensor, bool]:
+    """This rank's part of a sum over ranks, and whether it was sent to them, as kernels.all_reduce wants it.
+
+    Each program sends what it has computed while others still compute, so the sum has less to wait for. Left
+    to cuBLAS, or without `peers`, nothing is sent.
+    """
+    out = x.new_empty(len(x), len(weight))
+    tile = tile_for(len(x), weight)
+    if tile is None or peers is None:
+        return linear(x, weight, out, pdl), False
+    return small_linear(x, weight, tile, out, pdl, peers=peers), True
+
+
 def tile_for(num_rows: int, weight: torch.Tensor) -> Tile | None:
     """None: cuBLAS is as fast or faster (at 32 rows by a third), or this does not work."""
     is_half = weight.dtype in (torch.bfloat16, torch.float16)
@@ -71,9 +88,17 @@ def tile_for(num_rows: int, weight: torch.Tensor) -> Tile | None:
 
 
 def small_linear(
-    x: torch.Tensor, weight: torch.Tensor, tile: Tile, out: torch.Tensor, pdl: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tile: Tile,
+    out: torch.Tensor,
+    pdl: bool = False,
+    peers: PeerBuffers | None = None,
 ) -> torch.Tensor:
-    """At most tile.rows rows of x; rows of both operands begin at multiples of 16 bytes."""
+    """At most tile.rows rows of x; rows of both operands begin at multiples of 16 bytes.
+
+    peers: as wide as `out`, which each of them gets as well.
+    """
     assert x.is_contiguous()
     assert weight.is_contiguous()
     assert out.is_contiguous()
@@ -83,10 +108,15 @@ def small_linear(
     assert out.shape == (len(x), num_columns)
     if len(x) == 0:
         return out
+    if peers is not None:
+        assert len(x) <= peers.max_rows
+        assert peers.rows[0].shape[-1] == num_columns
     _linear_kernel[(triton.cdiv(num_columns, tile.columns),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.block_k]),
         out,
+        (out,) if peers is None else peers.rows,
+        0 if peers is None else peers.max_rows,
         len(x),
         num_columns,
         K=in_features,
@@ -95,6 +125,8 @@ def small_linear(
         BLOCK_K=tile.block_k,
         WEIGHT_FIRST=tile.weight_first,
         STAGES=tile.num_stages,
+        RANK=0 if peers is None else peers.rank,
+        WORLD=1 if peers is None else len(peers.rows),
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,
@@ -102,11 +134,13 @@ def small_linear(
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["max_rows", "num_rows"])
 def _linear_kernel(
     x_desc: tl.tensor_descriptor,
     weight_desc: tl.tensor_descriptor,
     out_ptr: tl.tensor,
+    rows_ptrs: tl.tuple,
+    max_rows: tl.tensor,
     num_rows: tl.tensor,
     num_columns: tl.tensor,
     K: tl.constexpr,
@@ -115,6 +149,8 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """What lies past the ends of x and W reads as zeros."""
@@ -134,4 +170,6 @@ def _linear_kernel(
     column = first + tl.arange(0, BLOCK_N)[None, :]
     inside = (row < num_rows) & (column < num_columns)
     at = row.to(tl.int64) * num_columns + column
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    y = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, y, mask=inside)
+    send(y, rows_ptrs, RANK * max_rows * num_columns + at, inside, RANK, WORLD)

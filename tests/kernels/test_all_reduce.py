@@ -18,12 +18,14 @@ from kernels.all_reduce.triton import (
     split_symmetric,
     symmetric_bytes,
 )
+from kernels.linear.triton import Tile, small_linear
 from tests.kernels.triton_cases import DEVICE, ULP, adapter_slots
 
 EPS = 1e-5
 MAX_ROWS = 8
 MOST_PROGRAMS = 3  # so that some take several rows
-NUM_CALLS = 7  # each set several times, by different numbers of rows
+NUM_CALLS = 8  # each set several times, by different numbers of rows
+TILE = Tile(rows=16, columns=32, block_k=64, weight_first=True, num_stages=2)
 
 
 class Call(NamedTuple):
@@ -33,6 +35,7 @@ class Call(NamedTuple):
     slots: torch.Tensor
     weight: torch.Tensor
     has_delta: bool
+    senders: tuple[int, ...]  # ranks whose part is sent by the linear that computes it
 
     def want(self) -> tuple[torch.Tensor, torch.Tensor]:
         deltas = self.deltas if self.has_delta else None
@@ -40,8 +43,16 @@ class Call(NamedTuple):
 
     def run(self, rank: int, peers: PeerBuffers) -> tuple[torch.Tensor, torch.Tensor]:
         residual = self.residual.clone()
+        if rank in self.senders:
+            y = self._compute_and_send(rank, peers)
+            return residual, all_reduce_add_rms_norm(residual, y, self.weight, EPS, peers, is_sent=True)
         lora = (self.deltas[rank], self.slots) if self.has_delta else ()
         return residual, all_reduce_add_rms_norm(residual, self.ys[rank], self.weight, EPS, peers, *lora)
+
+    def _compute_and_send(self, rank: int, peers: PeerBuffers) -> torch.Tensor:
+        y = self.ys[rank]
+        identity = torch.eye(y.shape[1], dtype=y.dtype, device=y.device)
+        return small_linear(y, identity, TILE, torch.empty_like(y), peers=peers)
 
 
 def make_calls(world: int, width: int, dtype: torch.dtype) -> list[Call]:
@@ -58,8 +69,16 @@ def make_calls(world: int, width: int, dtype: torch.dtype) -> list[Call]:
         for delta in deltas:
             delta[slots < 0] = torch.nan  # no kernel may look there
         ys = [randn(rows, width) for _ in range(world)]
-        calls.append(Call(randn(rows, width), ys, deltas, slots, randn(width), has_delta=i % 2 == 1))
+        has_delta = i % 2 == 1
+        # all, none, or some of them
+        senders = tuple(range(i // 2 % 3, world)) if _is_exact(dtype) and not has_delta else ()
+        calls.append(Call(randn(rows, width), ys, deltas, slots, randn(width), has_delta, senders))
     return calls
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    """Tensor cores round float32 before they multiply by one."""
+    return DEVICE == "cpu" or dtype != torch.float32
 
 
 def shared_sets(world: int, max_rows: int, width: int) -> list[tuple[PeerBuffers, PeerBuffers]]:
@@ -108,10 +127,12 @@ def test_ranks_in_streams_equal_the_reference(
     results: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
     # compiled before: a launch that compiles would wait for kernels that wait for it
     warm = make_calls(1, width, dtype)
-    for has_delta in (False, True):
+    for has_delta, is_sent in ((False, False), (True, False), (False, _is_exact(dtype))):
         for rank in range(world):
             call = warm[has_delta]._replace(
-                ys=warm[has_delta].ys * world, deltas=warm[has_delta].deltas * world
+                ys=warm[has_delta].ys * world,
+                deltas=warm[has_delta].deltas * world,
+                senders=(rank,) if is_sent else (),
             )
             sets[rank][0].rows[rank].zero_()  # as if all others had been here
             call.run(rank, sets[rank][0])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.multiprocessing.spawn import start_processes
 
 import engine.model.loading
+import kernels.linear.triton
 from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.loading import load_image
 from engine.model.llama import LlamaModel
@@ -21,6 +23,7 @@ from engine.runner.step_inputs import StepInputs
 from engine.shape import NUM_PROJECTIONS
 from engine.sharding import WHOLE, Shard, shard_shape
 from engine.tensor_parallel.comm import ALONE, Comm, PeerSets, Ranks, join, leave
+from kernels.linear.triton import FEW_ROWS, small_linear
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, AdapterViews, Split, SplitViews, absolute_offsets
 from kernels.sgmv.lists import lists_size, write_lists
@@ -159,7 +162,13 @@ def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("kind", "is_full", "with_peers"),
-    [("beside", False, False), ("beside", False, True), ("beside", True, True), ("after", True, False)],
+    [
+        ("none", False, True),
+        ("beside", False, False),
+        ("beside", False, True),
+        ("beside", True, True),
+        ("after", True, False),
+    ],
 )
 def test_two_ranks_equal_the_cpus(tmp_path: Path, kind: str, is_full: bool, with_peers: bool) -> None:
     make_files(tmp_path)
@@ -175,13 +184,18 @@ def _check_rank(rank: int, path: Path, kind: str, is_full: bool, sets: list[Peer
     """As well as alone."""
     setattr(engine.model.loading, "pack_weight", lambda weight: weight)  # noqa: B010
     torch.set_num_threads(1)
+    if rank == 0:  # which sends its parts of sums from the products; the other one's go by the sums
+        setattr(kernels.linear.triton, "tile_for", lambda num_rows, weight: FEW_ROWS)  # noqa: B010
     join(rank, 2, str(path / "rendezvous"), "cpu")
     peers = None if sets is None else sets[rank]
     comm = Ranks([128, 128])
     both = Both(path, Shard(rank, 2), comm, peers, is_full)
     # from the start: ranks' parts of what stands for cached keys would not fit together
     chunks = mixed_chunks(kind, ((0, 1), (0, 4), (0, 2), (0, 1)))
-    by_gpu = both.on_gpu(chunks, kind)
+    with patch("kernels.linear.triton.small_linear", wraps=small_linear) as products:
+        by_gpu = both.on_gpu(chunks, kind)
+    num_sent = sum(call.kwargs.get("peers") is not None for call in products.call_args_list)
+    assert num_sent == (2 * 2 if rank == 0 and kind == "none" else 0)  # of two layers
     assert comm.num_exchanged == 4 * 2 * is_full  # of two layers
     torch.testing.assert_close(by_gpu, both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(by_gpu, Both(path).on_cpu(chunks), rtol=1e-4, atol=1e-4)
