@@ -99,11 +99,23 @@ class FleetService(Replicas):
                     raise EngineDead("the replica has ended", retry_after_s=RETRY_AFTER_S) from error
 
     async def metrics_text(self) -> str:
+        """Of a fleet without a replica too: that is when somebody looks."""
+        replicas, num_silent = await self._told("stats")
         # a thousand adapters take 70 ms, in which no stream of this process would move
-        return await asyncio.to_thread(render, await self.broadcast("stats"))
+        return await asyncio.to_thread(render, replicas, num_silent=num_silent)
 
     async def stats(self) -> dict[str, Any]:
-        return {"replicas": await self.broadcast("stats", True)}
+        replicas, _ = await self._told("stats", True)
+        return {"replicas": replicas}
+
+    async def _told(self, method: str, *args: Any) -> tuple[list[dict[str, Any]], int]:
+        """The answers that came, and how many did not. No replica is no failure here."""
+        try:
+            results = await self._results(method, *args, timeout_s=CONTROL_TIMEOUT_S)
+        except Unavailable:
+            return [], 0
+        answers = [result for result in results if not isinstance(result, Exception)]
+        return answers, len(results) - len(answers)
 
     async def check_health(self) -> None:
         """Returns as soon as one answers: a probe waits for a second only."""

@@ -55,6 +55,7 @@ class IngressDeployment:
             model_names=self._settings.model_names,
             max_model_len=self._service.max_model_len,
             created=self._settings.created,
+            ingress_id=serve.get_replica_context().replica_id.unique_id,
             api_key_digests=self._settings.api_key_digests,
             allow_runtime_loading=self._settings.allow_runtime_loading,
             allowed_uri_prefixes=self._settings.allowed_uri_prefixes,

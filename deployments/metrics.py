@@ -44,7 +44,7 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from prometheus_client.core import Metric, SummaryMetricFamily
+from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
 
 from deployments.exposition import text_of
 from deployments.metric_families import Row, Stats, counter, fill, fill_by, gauge, histogram
@@ -117,18 +117,33 @@ _ADAPTER_COUNTERS_BY = (
 )
 
 
-def render(replicas: Iterable[Stats], now: float | None = None) -> str:
-    """Prometheus text of all replicas' statistics; the label `replica` tells them apart."""
-    return text_of(families(list(replicas), time.time() if now is None else now))
+def render(replicas: Iterable[Stats], now: float | None = None, num_silent: int = 0) -> str:
+    """Prometheus text of all replicas' statistics; the label `replica` tells them apart.
+
+    `num_silent`: replicas that gave none. Without any replica the text says so, and has no series of one.
+    """
+    told = list(replicas)
+    now = time.time() if now is None else now
+    return text_of(chain([_fleet_family(len(told), num_silent)], families(told, now)))
 
 
 def families(replicas: list[Stats], now: float) -> Iterator[Metric]:
+    """What a replica tells of itself."""
     return chain(
         _replica_families(replicas),
         _pool_families(replicas),
         _adapter_families(replicas),
         vllm_families(replicas, now),
     )
+
+
+def _fleet_family(num_answering: int, num_silent: int) -> Metric:
+    family = GaugeMetricFamily(
+        "lorafleet_replicas", "Replicas by whether they answered this scrape.", labels=["state"]
+    )
+    family.add_metric(["answers"], num_answering)
+    family.add_metric(["silent"], num_silent)
+    return family
 
 
 def _replica_families(replicas: list[Stats]) -> Iterator[Metric]:

@@ -56,10 +56,11 @@ class EngineService(TokenSource, Protocol):
     async def pin_adapter(self, name: str, pinned: bool) -> None:
         """Keep it in the pool where it is loaded, or no longer. Raises ModelNotFound or Conflict."""
 
-    async def metrics_text(self) -> str: ...
+    async def metrics_text(self) -> str:
+        """As `deployments.metrics` renders it. Does not raise for want of a replica."""
 
     async def stats(self) -> dict[str, Any]:
-        """`{"replicas": [...]}`, each as `deployments.metrics` tells, with all adapters."""
+        """`{"replicas": [...]}`, each as `deployments.metrics` tells, with all adapters. It may be empty."""
 
     async def check_health(self) -> None:
         """Raises Unavailable if no request could be served now."""

@@ -24,7 +24,8 @@ from deployments.api.settings import ApiSettings
 from deployments.api.tokenize_route import Tokenization
 from deployments.dashboard.route import OPEN_PATHS as DASHBOARD_PATHS
 from deployments.dashboard.route import Dashboard
-from deployments.service import AdapterCatalog, EngineService
+from deployments.ingress_books import IngressBooks
+from deployments.service import AdapterCatalog, EngineService, TokenSource
 
 if TYPE_CHECKING:
     from deployments.spans import Tracing
@@ -50,8 +51,11 @@ def build_api(
     app = FastAPI(title="lorafleet", lifespan=lifespan)
     models = Models(catalog, resolver, settings)
     tokenization = Tokenization(resolver, prompts, settings)
-    operations = Operations(service, catalog)
-    source = service if tracing is None else tracing.traced(service)
+    books = IngressBooks()
+    operations = Operations(service, catalog, books, settings.ingress_id)
+    source: TokenSource = books.counted(service)
+    if tracing is not None:
+        source = tracing.traced(source)
     app.post("/v1/chat/completions")(ChatCompletions(source, resolver, prompts).create)
     app.post("/v1/completions")(Completions(source, resolver, prompts).create)
     app.get("/v1/models")(models.list)

@@ -8,6 +8,8 @@ from fastapi.responses import PlainTextResponse
 from starlette.responses import Response
 
 from deployments.catalog_metrics import render
+from deployments.exposition import text_of
+from deployments.ingress_books import IngressBooks
 from deployments.service import AdapterCatalog, EngineService
 from engine.errors import Unavailable
 
@@ -16,9 +18,13 @@ METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Operations:
-    def __init__(self, service: EngineService, catalog: AdapterCatalog) -> None:
+    def __init__(
+        self, service: EngineService, catalog: AdapterCatalog, books: IngressBooks, ingress_id: str
+    ) -> None:
         self._service = service
         self._catalog = catalog
+        self._books = books
+        self._ingress_id = ingress_id
 
     async def health(self) -> Response:
         try:
@@ -28,5 +34,9 @@ class Operations:
         return Response(status_code=200)
 
     async def metrics(self) -> Response:
-        page = await self._service.metrics_text() + render(self._catalog.facts())
-        return PlainTextResponse(page, media_type=METRICS_MEDIA_TYPE)
+        pages = (
+            await self._service.metrics_text(),
+            text_of(self._books.families(self._ingress_id)),
+            render(self._catalog.facts()),
+        )
+        return PlainTextResponse("".join(pages), media_type=METRICS_MEDIA_TYPE)

@@ -12,6 +12,7 @@ class ApiSettings:
     model_names: tuple[str, ...]  # of the base model; the first one is the adapters' parent
     max_model_len: int  # tokens, prompt + output
     created: int  # epoch seconds, as listed by /v1/models
+    ingress_id: str = "ingress"  # tells its series from those of other ingress replicas
     root: str = ""  # where the base model comes from, as shown to clients; "": its first name
     api_key_digests: tuple[str, ...] = ()  # see auth.digest_key; none: open to all
     allow_runtime_loading: bool = False

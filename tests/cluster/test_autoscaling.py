@@ -5,6 +5,7 @@ Takes two minutes: `pytest -m slow -s tests/cluster/test_autoscaling.py` prints 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
@@ -108,6 +109,15 @@ def test_a_fleet_grows_shrinks_and_wakes_without_a_lost_request(server: ServePro
     assert len(cold) == 1
     assert all(count == before[replica] for replica, count in cold.items())
     gone = until(lambda: server.pids(ENGINE) == [])
+    until(lambda: cold_lookups(server) == {})
+    page = server.call("/metrics")
+    assert page.status == 200
+    assert 'lorafleet_replicas{state="answers"} 0.0\n' in page.body
+    assert "replica=" not in page.body, "the last one's series went with it"
+    (answered,) = re.findall(r'_ingress_requests_total{.*outcome="answered"} (.+)', page.body)
+    assert float(answered) == statuses[200]
+    assert "lorafleet_catalog_adapters{" in page.body
+    assert server.call("/health").status == 503
     started = time.monotonic()
     assert server.complete(NAMES[0]).status == 200
     woken = time.monotonic() - started

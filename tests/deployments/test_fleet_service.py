@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -108,6 +109,11 @@ class Handle:
     def broadcast(self, *args: Any) -> Broadcast:
         self.broadcasts.append(args)
         return Broadcast(self.answers)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.fleet_service.CONTROL_TIMEOUT_S", 0.1)
 
 
 def service(handle: Handle) -> FleetService:
@@ -257,8 +263,7 @@ def test_pinning_fails_where_no_replica_has_it_or_one_has_no_room(
     [
         lambda s: s.check_health(),
         lambda s: s.load_adapter(SQL),
-        lambda s: s.metrics_text(),
-        lambda s: s.stats(),
+        lambda s: s.pin_adapter("sql", True),
     ],
 )
 def test_without_a_live_replica_every_call_is_unavailable(
@@ -273,11 +278,34 @@ def test_metrics_cover_the_replicas_that_answer() -> None:
     text = asyncio.run(service(handle).metrics_text())
     assert 'lorafleet_requests_running{replica="r1"} 2' in text
     assert 'lorafleet_requests_running{replica="r2"} 0' in text
+    assert replicas_in(text) == {"answers": 2, "silent": 1}
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.fleet_service.CONTROL_TIMEOUT_S", 0.1)
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("answers", "silent"), [(NO_DEPLOYMENT, 0), ([ActorDiedError()], 1), ([HANGS, ActorDiedError()], 2)]
+)
+def test_metrics_without_a_live_replica_say_so(answers: Any, silent: int) -> None:
+    """A fleet of none is when somebody looks. What a replica told once is not told again."""
+
+    async def main() -> tuple[str, str, dict[str, Any]]:
+        handle = Handle(answers=[{"replica": "r1", "running": 2, "adapters": {"sql": {"running": 2}}}])
+        fleet = service(handle)
+        before = await fleet.metrics_text()
+        handle.answers = answers
+        return before, await fleet.metrics_text(), await fleet.stats()
+
+    before, text, stats = asyncio.run(main())
+    assert replicas_in(before) == {"answers": 1, "silent": 0}
+    assert replicas_in(text) == {"answers": 0, "silent": silent}
+    assert 'replica="r1"' in before
+    assert "replica=" not in text
+    assert stats == {"replicas": []}
+
+
+def replicas_in(text: str) -> dict[str, float]:
+    (family,) = (f for f in text_string_to_metric_families(text) if f.name == "lorafleet_replicas")
+    return {sample.labels["state"]: sample.value for sample in family.samples}
 
 
 @pytest.mark.usefixtures("impatient")

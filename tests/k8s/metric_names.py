@@ -7,7 +7,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.metrics import render
+from deployments.exposition import text_of
+from deployments.metrics import families
 from deployments.replica_books import ReplicaBooks
 from engine.stats import EngineStats
 
@@ -36,7 +37,8 @@ def exported() -> dict[str, set[str]]:
     merged = books.merge_into(engine)
     merged["adapters"]["sql"]["finished"] = {"error": 1}
     names: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(render([{"replica": "r1", **merged}])):
+    page = text_of(families([{"replica": "r1", **merged}], now=0.0))
+    for family in text_string_to_metric_families(page):
         for sample in family.samples:
             names.setdefault(sample.name, set()).update(sample.labels)
     return names

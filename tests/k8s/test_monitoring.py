@@ -14,6 +14,9 @@ import pytest
 import yaml
 
 from deployments.catalog_metrics import render as render_catalog
+from deployments.exposition import text_of as page_of
+from deployments.ingress_books import IngressBooks
+from deployments.metrics import render
 from deployments.service import CatalogFacts
 from k8s.dashboards.__main__ import path_of, text_of
 from k8s.dashboards.boards import BOARDS
@@ -25,8 +28,8 @@ SCENARIO = "overlays/monitoring"
 RULES_TEST = Path(__file__).with_name("rules_test.yaml")
 RUNBOOK = ROOT / "docs" / "runbook.md"
 METRICS = ROOT / "docs" / "metrics.md"
-# of the scrape, and those that only the buckets of a histogram have
-SCRAPE_LABELS = {"job", "pod", "namespace", "le"}
+# of the scrape, those that only the buckets of a histogram have, and Ray Serve's
+SCRAPE_LABELS = {"job", "pod", "namespace", "le", "deployment"}
 
 
 def groups() -> list[dict[str, Any]]:
@@ -172,12 +175,13 @@ def test_every_alert_is_tried_and_explained() -> None:
 def test_the_runbook_and_the_list_of_metrics_name_series_that_exist() -> None:
     names = exported()
     # told by the API's page alone, which Prometheus does not read in these manifests
-    of_the_catalog = set(re.findall(r"^# TYPE (\w+)", render_catalog(CatalogFacts("file", {})), re.MULTILINE))
-    families = names.keys() | of_the_catalog | {re.sub(r"_(bucket|count|sum)$", "", name) for name in names}
+    page = render([]) + page_of(IngressBooks().families("i1")) + render_catalog(CatalogFacts("file", {}))
+    on_the_page = set(re.findall(r"^# TYPE (lorafleet_\w+)", page, re.MULTILINE))
+    families = names.keys() | on_the_page | {re.sub(r"_(bucket|count|sum)$", "", name) for name in names}
     recorded = {rule["record"] for rule in rules("record")}
     for path in (RUNBOOK, METRICS):
         named = set(re.findall(r"\b(?:[a-z]+:)?lorafleet_\w+(?::\w+)?|\bvllm:\w+", path.read_text()))
         assert named <= families | recorded, path.name
     listed = set(re.findall(r"^\| `(\w+)`", METRICS.read_text(), re.MULTILINE))
     families = {re.sub(r"_(bucket|count|sum)$", "", n) for n in names if n.startswith("lorafleet_")}
-    assert families | of_the_catalog == listed
+    assert families | on_the_page == listed

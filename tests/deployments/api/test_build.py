@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from engine.errors import EngineDead
-from tests.deployments.api.fake_fleet import BASE, FakeFleet
+from engine.errors import EngineDead, Overloaded, Unavailable
+from engine.request import GenerateRequest
+from tests.deployments.api.fake_fleet import BASE, FakeFleet, Step, steps
 
 pytestmark = pytest.mark.anyio
 
@@ -110,6 +114,48 @@ async def test_metrics_are_prometheus_text(fleet: FakeFleet) -> None:
         answer = await client.get("/metrics")
     assert answer.text.startswith("lorafleet_up 1\n")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'lorafleet_catalog_kept{kept="file"} 1.0\n' in answer.text
+    (*text_string_to_metric_families(answer.text),)  # pages put together are one
+
+
+async def test_metrics_count_requests_that_no_replica_takes(fleet: FakeFleet) -> None:
+    """By how they end, as this ingress saw it."""
+    async with fleet.client(ingress_id="i1") as client:
+        assert (await client.post("/v1/completions", json={**GOOD, "n": 2})).status_code == 200
+        for error in (Unavailable("none"), Overloaded("busy"), Overloaded("busy"), RuntimeError("ours")):
+            fleet.service.script = steps(error)
+            await client.post("/v1/completions", json=GOOD)
+        page = (await client.get("/metrics")).text
+    assert ended_in(page) == {"answered": 1, "unavailable": 1, "overloaded": 2, "internal_error": 1}
+    assert 'lorafleet_ingress_requests_waiting{ingress="i1"} 0' in page
+
+
+async def test_metrics_tell_who_waits_and_who_left(fleet: FakeFleet) -> None:
+    is_asked, never = asyncio.Event(), asyncio.Event()
+
+    def script(request: GenerateRequest) -> Iterator[Step]:
+        is_asked.set()
+        yield never
+
+    fleet.service.script = script
+    async with fleet.client(ingress_id="i1") as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=GOOD))
+        await is_asked.wait()
+        waiting = (await client.get("/metrics")).text
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+        page = (await client.get("/metrics")).text
+    assert 'lorafleet_ingress_requests_waiting{ingress="i1"} 1' in waiting
+    assert 'lorafleet_ingress_requests_waiting{ingress="i1"} 0' in page
+    assert ended_in(page) == {"left": 1}
+
+
+def ended_in(page: str) -> dict[str, float]:
+    families = text_string_to_metric_families(page)
+    (family,) = (one for one in families if one.name == "lorafleet_ingress_requests")
+    assert all(sample.labels["ingress"] == "i1" for sample in family.samples)
+    return {sample.labels["outcome"]: sample.value for sample in family.samples}
 
 
 async def test_openapi_describes_the_routes(fleet: FakeFleet) -> None:

@@ -58,6 +58,14 @@ async def test_data_can_be_searched(fleet: FakeFleet) -> None:
             assert (await client.get("/dashboard/data", params=bad)).status_code == 400
 
 
+async def test_a_fleet_without_a_replica_is_data_too(fleet: FakeFleet) -> None:
+    fleet.service.replicas = []
+    async with fleet.client() as client:
+        answer = await client.get("/dashboard/data")
+    assert answer.status_code == 200
+    assert answer.json()["replicas"] == answer.json()["adapters"]["rows"] == []
+
+
 async def test_many_open_pages_ask_the_fleet_once(fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
     stats = fleet.service.stats
