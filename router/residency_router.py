@@ -10,7 +10,8 @@ must exist on every node. Each handle has a router of its own; they share nothin
 Stats are read when they arrive, not when a request does. Choosing asks nobody: how many requests a replica
 has is known from its stats, from its answers, and from what was sent since; if it is full all the same, it
 rejects and says so. While requests wait in the router, adapters take turns; one that would wait for more than
-`max_wait_s` is refused at once.
+`max_wait_s` is refused at once. The replicas that they will go to are told (`router.hints`), so that their
+adapters are there before them.
 
 Every call carries a multiplexed_model_id, the base model's being BASE_ID. A caller that passes `route=""`
 gets it replaced by the reason of the choice, so that the replica can count reasons.
@@ -21,6 +22,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -34,22 +37,26 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from engine.stats import BASE
-from engine.step_cost import StepCost
-from router.fleet_table import UNKNOWN_COST, Report
+from router.from_serve import BASE_ID, read_adapter, read_report, read_request, read_waiting
+from router.hint_calls import HintCalls
+from router.hints import Hint, Hints, Waiting
 from router.policy import (
     DEFAULT_MAX_WAIT_S,
     DEFAULT_MEMORY_S,
     DEFAULT_SLACK,
     ResidencyPolicy,
-    RouteRequest,
 )
 from router.turns import Turns
 
-BASE_ID = BASE  # a call without an id would get another request's replica
 LOOK_AGAIN_S = 0.05  # while requests wait for a place
 BURST_S = 1.0  # nobody is refused before so long a time shows how fast requests end
-PREFIX_TOKENS = 64  # prompts that agree in so many may share pages of the prefix cache
+__all__ = ["BASE_ID", "ResidencyRouter"]
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    waiting: Waiting | None  # None: for the base model
+    comes: asyncio.Future[None]
 
 
 class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
@@ -61,6 +68,7 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
     ) -> None:
         self._policy = ResidencyPolicy(Random(), slack=slack, memory_s=memory_s)
         self._table = self._policy.table
+        self._hints, self._hint_calls = Hints(self._policy), HintCalls()
         self._stats_seen: dict[str, dict[str, Any]] = {}
         self._running_replicas: dict[str, RunningReplica] = {}
         self._max_wait_s = max_wait_s
@@ -68,7 +76,7 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         self._num_waiting = 0
         self._busy_since = 0.0  # when somebody began to wait, and somebody did ever since
         self._num_ended = 0  # requests, since then
-        self._turns: Turns[asyncio.Future[None]] = Turns()
+        self._turns: Turns[_Turn] = Turns()
         self._look: asyncio.TimerHandle | None = None  # at who waits, once more
         self._entering: set[object] = set()  # let in since the last look, without a replica yet
 
@@ -116,14 +124,18 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
             return [list(candidate_replicas)]
         # without it the retry loop spins
         pending_request.routing_context.should_backoff = True
-        choice = self._policy.choose(_route_request(pending_request), time.monotonic())
+        now = time.monotonic()
+        choice = self._policy.choose(read_request(pending_request), now)
+        if not self._table[choice.order[0]].num_free:
+            waiting = read_waiting(pending_request)
+            self._send(self._hints.chosen(waiting, choice, now) if waiting else [])
         if "route" in pending_request.kwargs:
             pending_request.kwargs["route"] = choice.reason
         return [[self._running_replicas[replica_id]] for replica_id in choice.order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """It may not be the first of the order."""
-        adapter = _adapter(pending_request)
+        adapter = read_adapter(pending_request)
         if adapter is not None and replica_id.unique_id in self._table:
             self._table.place(self._table[replica_id.unique_id], adapter, time.monotonic())
 
@@ -135,7 +147,7 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         if self._would_wait_too_long(now):
             raise self._refusal()
         if not is_retry:
-            self._policy.arrived(_adapter(pending_request), now)
+            self._policy.arrived(read_adapter(pending_request), now)
         if not self._num_waiting:
             self._busy_since, self._num_ended = now, 0
         self._num_waiting += 1
@@ -143,7 +155,7 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
             async with asyncio.timeout(self._max_wait_s):
                 if is_retry:  # it had its turn
                     return await super()._choose_replica_for_request(pending_request, is_retry=True)
-                turn = await self._take_turn(_adapter(pending_request) or BASE_ID)
+                turn = await self._take_turn(pending_request)
                 try:
                     return await super()._choose_replica_for_request(pending_request)
                 finally:
@@ -153,17 +165,21 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         finally:
             self._num_waiting -= 1
 
-    async def _take_turn(self, adapter: str) -> object:
+    async def _take_turn(self, pending_request: PendingRequest) -> object:
         """Return when a place is free that nobody else is entering for. Serve's own queue is by arrival."""
-        turn: asyncio.Future[None] = self._event_loop.create_future()
         if not self._turns and len(self._entering) < self._table.num_free:
-            self._entering.add(turn)
-            return turn
+            place = object()
+            self._entering.add(place)
+            return place
+        adapter = read_adapter(pending_request) or BASE_ID
+        turn = _Turn(read_waiting(pending_request), self._event_loop.create_future())
         self._turns.add(adapter, turn)
+        if self._turns.num_adapters <= self._hints.num_ahead:
+            self._hint([turn])
         if self._look is None:
             self._look = self._event_loop.call_later(LOOK_AGAIN_S, self._look_again)
         try:
-            await turn
+            await turn.comes
         except asyncio.CancelledError:
             self._turns.discard(adapter, turn)
             self._leave(turn)
@@ -177,9 +193,9 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
     def _let_in(self) -> None:
         while self._turns and len(self._entering) < self._table.num_free:
             turn = self._turns.next()
-            if not turn.done():
+            if not turn.comes.done():
                 self._entering.add(turn)
-                turn.set_result(None)
+                turn.comes.set_result(None)
 
     def _look_again(self) -> None:
         """Nobody tells what other routers' requests leave, if it is as it was in the last report.
@@ -191,7 +207,16 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
             self._entering.clear()
             self._table.settle(time.monotonic())
             self._let_in()
+            self._hint(self._turns.ahead(self._hints.num_ahead))
             self._look = self._event_loop.call_later(LOOK_AGAIN_S, self._look_again)
+
+    def _hint(self, turns: Iterable[_Turn]) -> None:
+        waiting = (turn.waiting for turn in turns if turn.waiting)
+        self._send(self._hints.due(waiting, time.monotonic()))
+
+    def _send(self, hints: list[Hint]) -> None:
+        for hint in hints:
+            self._hint_calls.send(self._running_replicas[hint.replica_id], hint.ref)
 
     async def _select_from_candidate_replicas(
         self, candidates: list[RunningReplica], backoff_index: int
@@ -258,34 +283,4 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         elif self._stats_seen[replica_id] == stats:
             return
         self._stats_seen[replica_id] = stats
-        self._table.tell(replica_id, _report(stats, replica.replica_metadata), time.monotonic())
-
-
-def _report(stats: dict[str, Any], metadata: dict[str, Any]) -> Report:
-    free_slots = stats.get("free_slots", metadata.get("max_adapters", 1))
-    cost = stats.get("step_cost")
-    return Report(
-        resident=frozenset(stats.get("resident", ())),
-        loading=frozenset(stats.get("loading", ())),
-        host=frozenset(stats.get("host", ())),
-        num_requests=stats.get("running", 0) + stats.get("waiting", 0),
-        free_slots=free_slots,
-        idle_slots=stats.get("idle_slots", free_slots),
-        queued_tokens=stats.get("queued_tokens", 0),
-        lora_pages=stats.get("lora_pages", 0),
-        adapter_pages=stats.get("adapter_pages", 0),
-        cost=StepCost(*cost) if cost else UNKNOWN_COST,
-    )
-
-
-def _adapter(pending_request: PendingRequest) -> str | None:
-    model_id: str = pending_request.metadata.multiplexed_model_id
-    return None if model_id in ("", BASE_ID) else model_id
-
-
-def _route_request(pending_request: PendingRequest) -> RouteRequest:
-    """The first argument is a request as `engine.wire` encodes it, if it is one at all."""
-    body = pending_request.args[0] if pending_request.args else None
-    tokens = body.get("prompt_token_ids", ()) if isinstance(body, dict) else ()
-    prefix = hash(tuple(tokens[:PREFIX_TOKENS])) if tokens else 0  # of ints: the same in every process
-    return RouteRequest(_adapter(pending_request), len(tokens), prefix)
+        self._table.tell(replica_id, read_report(stats, replica.replica_metadata), time.monotonic())

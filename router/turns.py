@@ -7,6 +7,8 @@ and keeps an adapter that asks for little waiting for one round at most.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -20,6 +22,10 @@ class Turns(Generic[T]):
     def __len__(self) -> int:
         return self._size
 
+    @property
+    def num_adapters(self) -> int:
+        return len(self._queues)
+
     def add(self, adapter: str, item: T) -> None:
         self._queues.setdefault(adapter, deque()).append(item)
         self._size += 1
@@ -31,6 +37,10 @@ class Turns(Generic[T]):
             self._queues[adapter] = queue  # behind all others
         self._size -= 1
         return item
+
+    def ahead(self, count: int) -> Iterator[T]:
+        """Who goes next of each of so many adapters, in order. Nothing may be added or taken meanwhile."""
+        return (queue[0] for queue in islice(self._queues.values(), count))
 
     def discard(self, adapter: str, item: T) -> None:
         """It waits no longer; nothing happens if it does not wait."""

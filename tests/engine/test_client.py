@@ -173,7 +173,7 @@ async def test_a_hint_loads_and_copies_ahead_and_a_bad_one_harms_nobody(
 
         async def hints_are(copied: int, used: int) -> bool:
             prefetches = (await client.stats()).get("prefetches", {})
-            return prefetches.get("hint") == {"copied": copied, "used": used}
+            return bool(prefetches.get("hint") == {"copied": copied, "used": used})
 
         await until(lambda: hints_are(copied=1, used=0))
         assert await collect(client, request("1", adapter))

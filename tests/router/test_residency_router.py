@@ -18,7 +18,8 @@ from ray.serve._private.common import (
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
 
-from router.residency_router import BASE_ID, ResidencyRouter, _route_request
+from router.from_serve import read_request
+from router.residency_router import BASE_ID, ResidencyRouter
 
 DEPLOYMENT = DeploymentID("engine", "app")
 
@@ -254,11 +255,11 @@ def test_the_prompt_is_told_to_the_policy() -> None:
         for tokens in (tuple(range(100)), [*range(64), 7, 8, 9]):
             pending = request("sql")
             pending.args = [{"prompt_token_ids": tokens, "adapter": None}]
-            told.append(_route_request(pending))
+            told.append(read_request(pending))
         first, second = told
         assert (first.adapter, first.num_tokens, second.num_tokens) == ("sql", 100, 67)
         assert first.prefix == second.prefix == hash(tuple(range(64)))
-        assert _route_request(request("sql")).num_tokens == 0
+        assert read_request(request("sql")).num_tokens == 0
 
     run(main())
 

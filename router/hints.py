@@ -1,0 +1,126 @@
+"""Which replicas are told of requests that still wait in the router, so that adapters are there first. Pure.
+
+Who goes next is looked at: one request for each of the next adapters. Its replica is the one that the policy
+chooses now. Unless that one reports the adapter in HBM or on its way there, it is told, and the policy counts
+a placement, so that the request goes there when its turn comes, as all others for that adapter do.
+
+A replica believes a hint for HINT_S, and for so long that version is not looked at again. Then, if a request
+still waits and nobody has the adapter, the same replica is told once more. A replica is told of
+HINTS_OF_REPLICA versions in that time at most: loads for requests far behind would push out what those in
+front need. Who would be refused does not wait, and a replica that is stopping is not in the table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from engine.prefetch import HINT_S
+from router.fleet_table import HBM, LOADING
+from router.policy import Choice, ResidencyPolicy, RouteRequest
+
+HINTS_OF_REPLICA = 4
+MAX_DECISIONS = 16  # in a look at who waits: 50 us each, a thousand replicas or one
+
+
+class Waiting(NamedTuple):
+    request: RouteRequest
+    ref: dict[str, str]  # of its adapter, as `engine.wire` encodes it
+
+
+class Hint(NamedTuple):
+    replica_id: str
+    ref: dict[str, str]
+
+
+class _Look(NamedTuple):
+    until: float
+    replica_id: str | None  # that was told
+
+
+Version = tuple[str, ...]
+
+
+class Hints:
+    """Times passed in never go back."""
+
+    def __init__(self, policy: ResidencyPolicy) -> None:
+        self._policy = policy
+        self._looks: dict[Version, _Look] = {}  # oldest first
+        self._sent: deque[tuple[float, str]] = deque()  # when, to whom; for HINT_S
+        self._num_sent: Counter[str] = Counter()  # of these, by replica
+
+    @property
+    def num_ahead(self) -> int:
+        """Adapters that are worth a look: those whose requests go next."""
+        return HINTS_OF_REPLICA * len(self._policy.table.replicas)
+
+    def due(self, waiting: Iterable[Waiting], now: float) -> list[Hint]:
+        """`waiting`: who goes next, in order."""
+        self._forget(now)
+        hints: list[Hint] = []
+        num_left = MAX_DECISIONS if self._policy.table.replicas else 0
+        for one in waiting:
+            before = self._looks.get(_version(one))
+            if before is not None and before.until > now:
+                continue
+            if not num_left:
+                break
+            num_left -= 1
+            told = before.replica_id if before is not None else None
+            if told is not None and self._is_unheard_of(one, told, now):
+                hints += self._tell(one, told, now)
+            else:
+                hints += self._follow(one, self._policy.choose(one.request, now), now)
+        return hints
+
+    def chosen(self, one: Waiting, choice: Choice, now: float) -> list[Hint]:
+        """It waits for the first of its choice, which is full."""
+        self._forget(now)
+        before = self._looks.get(_version(one))
+        return [] if before is not None and before.until > now else self._follow(one, choice, now)
+
+    def _follow(self, one: Waiting, choice: Choice, now: float) -> list[Hint]:
+        replica_id = choice.order[0]
+        assert one.request.adapter is not None
+        # a placement is no news: nobody may have gone there yet
+        if self._policy.table[replica_id].report.tier(one.request.adapter) in (HBM, LOADING):
+            self._looked(one, None, now)
+            return []
+        return self._tell(one, replica_id, now)
+
+    def _is_unheard_of(self, one: Waiting, replica_id: str, now: float) -> bool:
+        """The replica is there, and nobody has told of the adapter since: a first load is not reported."""
+        table, adapter = self._policy.table, one.request.adapter
+        assert adapter is not None
+        return replica_id in table and all(r.tier(adapter, now) is None for r in table.holders(adapter))
+
+    def _tell(self, one: Waiting, replica_id: str, now: float) -> list[Hint]:
+        assert one.request.adapter is not None
+        if self._num_sent[replica_id] >= HINTS_OF_REPLICA:
+            return []
+        table = self._policy.table
+        table.place(table[replica_id], one.request.adapter, now)
+        self._looked(one, replica_id, now)
+        self._sent.append((now, replica_id))
+        self._num_sent[replica_id] += 1
+        return [Hint(replica_id, one.ref)]
+
+    def _looked(self, one: Waiting, replica_id: str | None, now: float) -> None:
+        self._looks.pop(_version(one), None)  # so that the oldest stays first
+        self._looks[_version(one)] = _Look(now + HINT_S, replica_id)
+
+    def _forget(self, now: float) -> None:
+        while self._sent and self._sent[0][0] <= now - HINT_S:
+            _, replica_id = self._sent.popleft()
+            self._num_sent[replica_id] -= 1
+            if not self._num_sent[replica_id]:
+                del self._num_sent[replica_id]
+        # a version whose request still waits is looked at again much sooner
+        while self._looks and next(iter(self._looks.values())).until <= now - HINT_S:
+            del self._looks[next(iter(self._looks))]
+
+
+def _version(one: Waiting) -> Version:
+    return tuple(one.ref.values())
