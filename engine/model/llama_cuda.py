@@ -20,10 +20,12 @@ from engine.model.spec import ModelSpec
 from engine.shape import PROJECTIONS, ModelShape
 from engine.tensor_parallel.comm import ALONE, Comm, PeerSets
 from kernels.add_delta.triton import add_delta
-from kernels.all_reduce.triton import PeerBuffers, all_reduce_add_rms_norm
+from kernels.all_reduce.triton import all_reduce_add_rms_norm
 from kernels.embedding.triton import embed
-from kernels.linear.triton import linear, row_parallel_linear
+from kernels.gather_columns.triton import gather_columns
+from kernels.linear.triton import linear, linear_to_peers
 from kernels.paged_attention.triton import AttentionPlan, paged_attention
+from kernels.peers.triton import PeerBuffers
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.rotary.triton import rotary_kv_write
 from kernels.sgmv.lists import ListCounts
@@ -80,7 +82,7 @@ class NoAdapters(Branch):
         layer: int,
         peers: PeerBuffers | None,
     ) -> Linear:
-        y, is_sent = row_parallel_linear(x, weight, peers, self.pdl)
+        y, is_sent = linear_to_peers(x, weight, peers, pdl=self.pdl)
         return Linear(y, is_sent=is_sent)
 
     def gated(
@@ -152,9 +154,13 @@ class CudaLlama:
         max_model_len: int,
         comm: Comm = ALONE,
         peers: PeerSets | None = None,
+        logit_peers: PeerSets | None = None,
     ) -> None:
+        """`peers`, `logit_peers`: by which ranks send their parts of sums and of logits; None: by `comm`."""
         self._comm = comm
         self._peers = peers
+        self._logit_peers = logit_peers
+        self._num_gathered = 0  # by these
         self.spec = spec
         self.weights = weights
         device = weights.embed.device
@@ -202,7 +208,13 @@ class CudaLlama:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary], in the model's dtype; `out` [rows, this rank's part] is used."""
-        return self._comm.gather_columns(linear(hidden, self.weights.lm_head, out))
+        sets = self._logit_peers
+        if sets is None or len(hidden) > sets[0].max_rows:
+            return self._comm.gather_columns(linear(hidden, self.weights.lm_head, out))
+        peers = sets[self._num_gathered % 2]
+        self._num_gathered += 1
+        own, is_sent = linear_to_peers(hidden, self.weights.lm_head, peers, out)
+        return gather_columns(own, peers, is_sent)
 
     def _peer_sets(self, num_rows: int) -> PeerSets | tuple[None, None]:
         """For sums of so many rows, in turn; None: they go another way."""

@@ -105,7 +105,8 @@ class CudaRunner:
         # NCCL sums what has more rows, maybe on another stream: nothing is launched ahead behind that
         self._fused_rows = max_tokens if comm is ALONE else 0 if peers is None else peers[0].max_rows
         prefill_buckets = [b for b in prefill_buckets if b <= self._fused_rows]
-        self._model = CudaLlama(spec, weights, max_model_len, comm, peers)
+        logit_peers = None if peers is None else comm.column_buffers(max_seqs, weights.embed.dtype)
+        self._model = CudaLlama(spec, weights, max_model_len, comm, peers, logit_peers)
         self._buckets = decode_buckets + prefill_buckets
         graph_plans = {bucket: decode_plan(bucket, max_rank) for bucket in decode_buckets}
         graph_plans |= {bucket: prefill_plan(bucket, max_seqs, max_rank) for bucket in prefill_buckets}

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous as find_store
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from kernels.all_reduce.triton import PeerBuffers
+    from kernels.peers.triton import PeerBuffers
 
 # of one tensor, so that NCCL copies nothing; PyTorch 2.13 has given them new names, and the old ones warn
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,6 +51,9 @@ class Comm(Protocol):
     def peer_buffers(self, max_rows: int, width: int, dtype: torch.dtype) -> PeerSets | None:
         """For sums of `max_rows` rows or fewer in kernels.all_reduce; None: they go through `all_reduce`."""
 
+    def column_buffers(self, max_rows: int, dtype: torch.dtype) -> PeerSets | None:
+        """The same for kernels.gather_columns and `gather_columns`, if there are `peer_buffers`."""
+
 
 class Alone:
     """A group of one."""
@@ -76,6 +79,9 @@ class Alone:
         return value
 
     def peer_buffers(self, max_rows: int, width: int, dtype: torch.dtype) -> PeerSets | None:
+        return None
+
+    def column_buffers(self, max_rows: int, dtype: torch.dtype) -> PeerSets | None:
         return None
 
 
@@ -147,9 +153,13 @@ class Ranks:
         if not self.can_be_captured:
             return None  # a process has no GPU of its own
         # triton takes a second to import, and the CPU backend needs it not
-        from kernels.all_reduce.peers import share_memory
+        from kernels.peers.sharing import share_memory
 
         return share_memory(max_rows, width, dtype, torch.device("cuda", torch.cuda.current_device()))
+
+    def column_buffers(self, max_rows: int, dtype: torch.dtype) -> PeerSets | None:
+        are_equal = len(set(self._widths)) == 1
+        return self.peer_buffers(max_rows, self._widths[0], dtype) if are_equal else None
 
 
 def leave() -> None:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from kernels.all_reduce.peers import share_memory
-from kernels.all_reduce.triton import NUM_SETS, all_reduce_add_rms_norm
+from kernels.all_reduce.triton import all_reduce_add_rms_norm
+from kernels.peers.sharing import share_memory
+from kernels.peers.triton import NUM_SETS
 from kernels.rms_norm.triton import add_rms_norm
 from kernels.timing import graph_us
 

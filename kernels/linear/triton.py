@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.all_reduce.triton import PeerBuffers, send
+from kernels.peers.triton import PeerBuffers, send
 
 MIN_WEIGHT_ELEMS = 1 << 23
 NUM_PROGRAMS = 132
@@ -56,18 +56,22 @@ def linear(
     return small_linear(x, weight, tile, out, pdl)
 
 
-def row_parallel_linear(
-    x: torch.Tensor, weight: torch.Tensor, peers: PeerBuffers | None, pdl: bool = False
+def linear_to_peers(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    peers: PeerBuffers | None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> tuple[torch.Tensor, bool]:
-    """This rank's part of a sum over ranks, and whether it was sent to them, as kernels.all_reduce wants it.
+    """As `linear`, and whether what came out was sent to the other ranks, who want it.
 
-    Each program sends what it has computed while others still compute, so the sum has less to wait for. Left
-    to cuBLAS, or without `peers`, nothing is sent.
+    Each program sends what it has computed while others still compute, so they have less to wait for. Left to
+    cuBLAS, or without `peers`, nothing is sent.
     """
-    out = x.new_empty(len(x), len(weight))
     tile = tile_for(len(x), weight)
     if tile is None or peers is None:
         return linear(x, weight, out, pdl), False
+    out = x.new_empty(len(x), len(weight)) if out is None else out
     return small_linear(x, weight, tile, out, pdl, peers=peers), True
 
 

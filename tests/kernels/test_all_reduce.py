@@ -10,22 +10,15 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from kernels.all_reduce.reference import all_reduce_add_rms_norm as reference
-from kernels.all_reduce.triton import (
-    EMPTY,
-    NUM_SETS,
-    PeerBuffers,
-    all_reduce_add_rms_norm,
-    split_symmetric,
-    symmetric_bytes,
-)
-from kernels.linear.triton import Tile, small_linear
+from kernels.all_reduce.triton import all_reduce_add_rms_norm
+from kernels.peers.triton import NUM_SETS, PeerBuffers
+from tests.kernels.peer_memory import Sets, are_empty, can_compute, compute_and_send, make_empty, shared_sets
 from tests.kernels.triton_cases import DEVICE, ULP, adapter_slots
 
 EPS = 1e-5
 MAX_ROWS = 8
 MOST_PROGRAMS = 3  # so that some take several rows
 NUM_CALLS = 8  # each set several times, by different numbers of rows
-TILE = Tile(rows=16, columns=32, block_k=64, weight_first=True, num_stages=2)
 
 
 class Call(NamedTuple):
@@ -44,15 +37,10 @@ class Call(NamedTuple):
     def run(self, rank: int, peers: PeerBuffers) -> tuple[torch.Tensor, torch.Tensor]:
         residual = self.residual.clone()
         if rank in self.senders:
-            y = self._compute_and_send(rank, peers)
+            y = compute_and_send(self.ys[rank], peers)
             return residual, all_reduce_add_rms_norm(residual, y, self.weight, EPS, peers, is_sent=True)
         lora = (self.deltas[rank], self.slots) if self.has_delta else ()
         return residual, all_reduce_add_rms_norm(residual, self.ys[rank], self.weight, EPS, peers, *lora)
-
-    def _compute_and_send(self, rank: int, peers: PeerBuffers) -> torch.Tensor:
-        y = self.ys[rank]
-        identity = torch.eye(y.shape[1], dtype=y.dtype, device=y.device)
-        return small_linear(y, identity, TILE, torch.empty_like(y), peers=peers)
 
 
 def make_calls(world: int, width: int, dtype: torch.dtype) -> list[Call]:
@@ -71,23 +59,9 @@ def make_calls(world: int, width: int, dtype: torch.dtype) -> list[Call]:
         ys = [randn(rows, width) for _ in range(world)]
         has_delta = i % 2 == 1
         # all, none, or some of them
-        senders = tuple(range(i // 2 % 3, world)) if _is_exact(dtype) and not has_delta else ()
+        senders = tuple(range(i // 2 % 3, world)) if can_compute(dtype) and not has_delta else ()
         calls.append(Call(randn(rows, width), ys, deltas, slots, randn(width), has_delta, senders))
     return calls
-
-
-def _is_exact(dtype: torch.dtype) -> bool:
-    """Tensor cores round float32 before they multiply by one."""
-    return DEVICE == "cpu" or dtype != torch.float32
-
-
-def shared_sets(world: int, max_rows: int, width: int) -> list[tuple[PeerBuffers, PeerBuffers]]:
-    """Of each rank, in float32, in memory that forked processes share."""
-    nbytes = symmetric_bytes(world, max_rows, width, torch.float32)
-    memory = [torch.full((nbytes,), EMPTY, dtype=torch.uint8) for _ in range(world)]
-    for tensor in memory:
-        tensor.share_memory_()  # type: ignore[no-untyped-call]
-    return [split_symmetric(memory, rank, max_rows, width, torch.float32) for rank in range(world)]
 
 
 def check(call: Call, residual: torch.Tensor, out: torch.Tensor) -> None:
@@ -102,10 +76,10 @@ def test_ranks_in_processes_equal_the_reference(world: int, monkeypatch: pytest.
     monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, row_bytes: MOST_PROGRAMS)
     sets = shared_sets(world, MAX_ROWS, 200)
     start_processes(_run_rank, (sets,), nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
-    assert all(bool((rows.view(torch.uint8) == EMPTY).all()) for peers in sets[0] for rows in peers.rows)
+    assert are_empty(sets)
 
 
-def _run_rank(rank: int, sets: list[tuple[PeerBuffers, PeerBuffers]]) -> None:
+def _run_rank(rank: int, sets: list[Sets]) -> None:
     torch.set_num_threads(1)
     for i, call in enumerate(make_calls(len(sets), 200, torch.float32)):
         check(call, *call.run(rank, sets[rank][i % NUM_SETS]))
@@ -119,15 +93,13 @@ def test_ranks_in_streams_equal_the_reference(
     world: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, row_bytes: MOST_PROGRAMS)
-    nbytes = symmetric_bytes(world, MAX_ROWS, width, dtype)
-    memory = [torch.full((nbytes,), EMPTY, dtype=torch.uint8, device="cuda") for _ in range(world)]
-    sets = [split_symmetric(memory, rank, MAX_ROWS, width, dtype) for rank in range(world)]
+    sets = shared_sets(world, MAX_ROWS, width, dtype)
     calls = make_calls(world, width, dtype)
     streams = [torch.cuda.Stream() for _ in range(world)]  # type: ignore[no-untyped-call]
     results: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
     # compiled before: a launch that compiles would wait for kernels that wait for it
     warm = make_calls(1, width, dtype)
-    for has_delta, is_sent in ((False, False), (True, False), (False, _is_exact(dtype))):
+    for has_delta, is_sent in ((False, False), (True, False), (False, can_compute(dtype))):
         for rank in range(world):
             call = warm[has_delta]._replace(
                 ys=warm[has_delta].ys * world,
@@ -136,8 +108,7 @@ def test_ranks_in_streams_equal_the_reference(
             )
             sets[rank][0].rows[rank].zero_()  # as if all others had been here
             call.run(rank, sets[rank][0])
-            for others in memory:
-                others.fill_(EMPTY)
+            make_empty(sets)
     torch.cuda.synchronize()
     for i, call in enumerate(calls):
         results.append([])

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from kernels.all_reduce.peers import share_memory
-from kernels.all_reduce.triton import EMPTY, symmetric_bytes
+from kernels.peers.sharing import share_memory
+from kernels.peers.triton import EMPTY, symmetric_bytes
 
 WORLD, MAX_ROWS, WIDTH = 3, 2, 8
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ class Group:
         for tensor in (*memory, shares):
             tensor.share_memory_()  # type: ignore[no-untyped-call]
         fake = FakeMemory(memory, failing)
-        self._monkeypatch.setattr("kernels.all_reduce.peers.symmetric_memory", fake)
+        self._monkeypatch.setattr("kernels.peers.sharing.symmetric_memory", fake)
         arguments = (self._path, memory, shares)
         start_processes(_run_rank, arguments, nprocs=WORLD, start_method="fork")  # type: ignore[no-untyped-call]
         taken: list[list[int]] = shares.tolist()

@@ -22,14 +22,14 @@ from engine.runner.batch import build_batch
 from engine.runner.step_inputs import StepInputs
 from engine.shape import NUM_PROJECTIONS
 from engine.sharding import WHOLE, Shard, shard_shape
-from engine.tensor_parallel.comm import ALONE, Comm, PeerSets, Ranks, join, leave
+from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
 from kernels.linear.triton import FEW_ROWS, small_linear
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, AdapterViews, Split, SplitViews, absolute_offsets
 from kernels.sgmv.lists import lists_size, write_lists
 from kernels.sgmv.plan import decode_plan, prefill_plan
 from kernels.sgmv.workspace import SgmvWorkspace
-from tests.kernels.test_all_reduce import shared_sets
+from tests.kernels.peer_memory import Sets, shared_sets
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_cuda.py does it there")
@@ -53,10 +53,11 @@ class Both:
         path: Path,
         shard: Shard = WHOLE,
         comm: Comm = ALONE,
-        peers: PeerSets | None = None,
+        sets: tuple[Sets, Sets] | tuple[None, None] = (None, None),
         is_full: bool = False,
     ) -> None:
-        self.peers = peers
+        """`sets`: memory that the ranks share, for sums and for logits."""
+        self.sets = sets
         torch.manual_seed(0)
         whole = load_model_spec(str(path / "base"))
         self.spec = local_spec(whole, shard)
@@ -113,7 +114,7 @@ class Both:
         num_rows = num_tokens + 3 * (kind == "onto")  # a graph's rows past the batch
         num_seqs = len(chunks) + 3 * (kind == "onto")
         batch = inputs.write(chunks, num_rows, num_seqs, int)
-        model = CudaLlama(self.spec, self.weights, 128, self.comm, self.peers)
+        model = CudaLlama(self.spec, self.weights, 128, self.comm, *self.sets)
         modules = (model.qkv, model.o, model.gate_up, model.down)
         workspace = SgmvWorkspace(plan, modules, pool, self.table, inputs.device["lists"], self.split)
         workspace.poison()
@@ -172,30 +173,34 @@ def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
 )
 def test_two_ranks_equal_the_cpus(tmp_path: Path, kind: str, is_full: bool, with_peers: bool) -> None:
     make_files(tmp_path)
-    sets = None
+    sets: tuple[list[Sets], list[Sets]] | None = None
     if with_peers:
-        sets = shared_sets(2, 32, load_model_spec(str(tmp_path / "base")).shape.hidden_size)
+        shape = load_model_spec(str(tmp_path / "base")).shape
+        sets = shared_sets(2, 32, shape.hidden_size), shared_sets(2, 8, shape.vocab_size // 2)
     arguments = (tmp_path, kind, is_full, sets)
     # forked: importing everything anew would take most of the time
     start_processes(_check_rank, arguments, nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
 
 
-def _check_rank(rank: int, path: Path, kind: str, is_full: bool, sets: list[PeerSets] | None) -> None:
+def _check_rank(
+    rank: int, path: Path, kind: str, is_full: bool, sets: tuple[list[Sets], list[Sets]] | None
+) -> None:
     """As well as alone."""
     setattr(engine.model.loading, "pack_weight", lambda weight: weight)  # noqa: B010
     torch.set_num_threads(1)
     if rank == 0:  # which sends its parts of sums from the products; the other one's go by the sums
         setattr(kernels.linear.triton, "tile_for", lambda num_rows, weight: FEW_ROWS)  # noqa: B010
     join(rank, 2, str(path / "rendezvous"), "cpu")
-    peers = None if sets is None else sets[rank]
+    own_sets = (None, None) if sets is None else (sets[0][rank], sets[1][rank])
     comm = Ranks([128, 128])
-    both = Both(path, Shard(rank, 2), comm, peers, is_full)
+    both = Both(path, Shard(rank, 2), comm, own_sets, is_full)
     # from the start: ranks' parts of what stands for cached keys would not fit together
     chunks = mixed_chunks(kind, ((0, 1), (0, 4), (0, 2), (0, 1)))
     with patch("kernels.linear.triton.small_linear", wraps=small_linear) as products:
         by_gpu = both.on_gpu(chunks, kind)
     num_sent = sum(call.kwargs.get("peers") is not None for call in products.call_args_list)
-    assert num_sent == (2 * 2 if rank == 0 and kind == "none" else 0)  # of two layers
+    # of two layers; and logits
+    assert num_sent == (0 if rank != 0 or sets is None else 2 * 2 * (kind == "none") + 1)
     assert comm.num_exchanged == 4 * 2 * is_full  # of two layers
     torch.testing.assert_close(by_gpu, both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(by_gpu, Both(path).on_cpu(chunks), rtol=1e-4, atol=1e-4)

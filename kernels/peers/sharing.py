@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from kernels.all_reduce.triton import EMPTY, PeerBuffers, split_symmetric, symmetric_bytes
+from kernels.peers.triton import EMPTY, PeerBuffers, split_symmetric, symmetric_bytes
 
 logger = logging.getLogger(__name__)
 

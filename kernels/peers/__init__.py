@@ -1,0 +1,1 @@
+"""Memory that the GPUs of a group share."""

@@ -1,0 +1,44 @@
+"""What stands for memory that ranks share: that of processes in the interpreter, of streams on one GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.linear.triton import Tile, small_linear
+from kernels.peers.triton import EMPTY, PeerBuffers, split_symmetric, symmetric_bytes
+from tests.kernels.triton_cases import DEVICE
+
+Sets = tuple[PeerBuffers, PeerBuffers]
+
+_TILE = Tile(rows=16, columns=32, block_k=64, weight_first=True, num_stages=2)
+
+
+def shared_sets(world: int, max_rows: int, width: int, dtype: torch.dtype = torch.float32) -> list[Sets]:
+    """Of each rank, in memory that forked processes share, or of one GPU."""
+    nbytes = symmetric_bytes(world, max_rows, width, dtype)
+    memory = [torch.full((nbytes,), EMPTY, dtype=torch.uint8, device=DEVICE) for _ in range(world)]
+    if DEVICE == "cpu":
+        for tensor in memory:
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return [split_symmetric(memory, rank, max_rows, width, dtype) for rank in range(world)]
+
+
+def are_empty(sets: list[Sets]) -> bool:
+    return all(bool((rows.view(torch.uint8) == EMPTY).all()) for peers in sets[0] for rows in peers.rows)
+
+
+def make_empty(sets: list[Sets]) -> None:
+    for peers in sets[0]:
+        for rows in peers.rows:
+            rows.view(torch.uint8).fill_(EMPTY)
+
+
+def compute_and_send(y: torch.Tensor, peers: PeerBuffers) -> torch.Tensor:
+    """A linear that gives y; up to 16 rows."""
+    identity = torch.eye(y.shape[1], dtype=y.dtype, device=y.device)
+    return small_linear(y, identity, _TILE, torch.empty_like(y), peers=peers)
+
+
+def can_compute(dtype: torch.dtype) -> bool:
+    """Exactly: tensor cores round float32 before they multiply by one."""
+    return DEVICE == "cpu" or dtype != torch.float32
