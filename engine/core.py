@@ -8,25 +8,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.adapters.layout import too_many_pages
-from engine.adapters.manager import AdapterManager, Loaded, Version
+from engine.adapter_control import AdapterControl
+from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
-from engine.errors import (
-    AdapterRefused,
-    Conflict,
-    InvalidRequest,
-    LorafleetError,
-    ModelNotFound,
-    Overloaded,
-    RequestTooLarge,
-    Unavailable,
-)
-from engine.events import CallEvent, Event, TokenEvent
+from engine.errors import InvalidRequest, LorafleetError, Overloaded, RequestTooLarge
+from engine.events import Event, TokenEvent
 from engine.eviction import EvictionOrder, ReloadCosts
 from engine.live_request import LiveRequest
 from engine.memory import Eviction, PoolMemory
@@ -36,7 +26,7 @@ from engine.runner.base import Runner
 from engine.sampling_params import check_token_ids, check_vocabulary
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
-from engine.stats import BASE, EngineStats
+from engine.stats import EngineStats
 from engine.step_clock import StepClock
 from engine.step_cost import StepCost, StepWork
 
@@ -98,14 +88,13 @@ class EngineCore:
         self.is_stalled = False  # the last step could run nothing: only a load or an arrival can change that
         self._runner = runner
         self._clock = clock
-        self._calls: set[str] = set()  # of load_adapter, not yet answered
-        self._num_live: Counter[str] = Counter()  # digest -> requests
+        self._adapters = AdapterControl(
+            manager, self.scheduler, self.stats, geometry.page_bytes, config.pinned_adapters, clock
+        )
         self._num_arrivals = 0
         self._events: list[Event] = []
         self._step_clock = StepClock()
         self._deadlines = Deadlines()
-        self._hinted: set[Version] = set()  # whose image must be read first
-        self._pinned = set(config.pinned_adapters)  # names, loaded or not
         self._in_flight: deque[dict[str, Sequence]] = deque()  # of each step: what it samples a token for
 
     @property
@@ -121,7 +110,7 @@ class EngineCore:
         now = self._clock()
         self._num_arrivals += 1
         record = LiveRequest(request, self._num_arrivals, now)
-        digest = self._find(request.adapter)
+        digest = self._adapters.find(request.adapter)
         if request.timeout_s is not None:
             namespace = digest or (request.adapter.name if request.adapter else "")
             num_prompt = len(request.prompt_token_ids)
@@ -137,26 +126,22 @@ class EngineCore:
             self._count_hit(record, request.adapter, digest)
 
     def on_loaded(self, result: LoadResult) -> None:
-        """A load ended. Its waiters need the image as much as requests that are queued already."""
-        before = self.manager.digest(result.ref)
-        version = Version(result.ref.uri, result.ref.version)
-        is_hinted = version in self._hinted
-        self._hinted.discard(version)
-        needed = self._needed() | ({result.image.digest} if result.image else frozenset())
-        loaded = self.manager.on_loaded(result, needed)
-        error = loaded.error
-        if loaded.image is not None:
-            error = self._too_many_pages(loaded.image.num_pages)
-            if error is None:
-                self._on_image(loaded, loaded.image.digest, is_hinted)
-            else:
-                self.manager.refuse(loaded, error)
-        if error is not None:
-            self._on_load_error(loaded, error)
-        if before is not None:
-            changed = Unavailable("the adapter changed at its source meanwhile", retry_after_s=1.0)
-            self._fail_waiting(before, error or changed)
-        self.manager.settle(self._needed())
+        """A load ended: requests that waited for it are queued, or fail; calls are answered."""
+        end = self._adapters.on_loaded(result)
+        self._events += end.answers
+        for request_id in end.ready:
+            assert end.digest is not None
+            record = self.requests[request_id]
+            record.loaded = self._clock()
+            record.tier = end.tier
+            self.stats.adapter(end.name).on_wait(record.loaded - record.arrived, end.tier == "disk")
+            try:
+                self._enqueue(record, end.digest)
+            except LorafleetError as error:
+                self._fail(request_id, error)
+        for request_id, reason in end.failed.items():
+            self._fail(request_id, reason)
+        self._adapters.settle()
 
     def abort(self, request_id: str) -> None:
         """Unknown ids are ignored: the request may just have ended."""
@@ -166,56 +151,25 @@ class EngineCore:
 
     def load_adapter(self, call_id: str, ref: AdapterRef) -> None:
         """Read and validate it into host memory; a CallEvent answers."""
-        self._calls.add(call_id)
-        digest = self.manager.digest(ref)
-        if digest is not None and digest in self.manager:
-            self._retire(self.manager.rename(ref.name, digest))
-            self._events.append(self._answer(call_id, digest))
-        else:
-            self.manager.want(ref, call_id)
+        answer = self._adapters.load(call_id, ref)
+        if answer is not None:
+            self._events.append(answer)
 
     def prefetch(self, ref: AdapterRef) -> None:
         """A request for it is on its way: have it ready by then, if that harms nobody."""
-        digest = self._find(ref)
-        if digest is None:
-            self._hinted.add(Version(ref.uri, ref.version))
-            self.manager.want(ref)
-        else:
-            self.scheduler.prefetcher.hint(digest, self._num_pages(digest), self._clock())
+        self._adapters.prefetch(ref)
 
     def unload_adapter(self, call_id: str, name: str) -> None:
         """Its requests finish; then its pages and host bytes are free. A CallEvent answers."""
-        error = None
-        if name in self.manager.names:
-            self._retire(self.manager.unload(name))
-            self.stats.adapters.pop(name, None)
-        else:
-            error = ModelNotFound(f"adapter {name!r} is not loaded", param="model")
-        self._events.append(CallEvent(call_id, result={}, error=error))
+        self._events.append(self._adapters.unload(call_id, name))
 
     def pin_adapter(self, call_id: str, name: str) -> None:
         """Keep what the name means, now and later, in the pool. A CallEvent answers."""
-        try:
-            digest = self.manager.names.get(name)
-            if digest is None:
-                raise ModelNotFound(f"adapter {name!r} is not loaded", param="model")
-            self._pin(digest)
-        except LorafleetError as error:
-            self._events.append(CallEvent(call_id, error=error))
-        else:
-            self._pinned.add(name)
-            self.stats.touched |= self.manager.names_of(digest)
-            self._events.append(CallEvent(call_id, result={}))
+        self._events.append(self._adapters.pin(call_id, name))
 
     def unpin_adapter(self, call_id: str, name: str) -> None:
         """A name that is not pinned stays so. A CallEvent answers."""
-        self._pinned.discard(name)
-        names = self.manager.names
-        digest = names.get(name)
-        if digest and not any(names.get(other) == digest for other in self._pinned):
-            self.memory.residency.unpin(digest)
-            self.stats.touched |= self.manager.names_of(digest)
-        self._events.append(CallEvent(call_id, result={}))
+        self._events.append(self._adapters.unpin(call_id, name))
 
     def take_events(self) -> list[Event]:
         events, self._events = self._events, []
@@ -244,7 +198,7 @@ class EngineCore:
             self._deadlines.served(plan.num_tokens, len(sampling), now)
         self.is_stalled = not plan.chunks and len(self._in_flight) == 1
         if plan.loads or plan.evictions:
-            self.manager.settle(self._needed())
+            self._adapters.settle()
         # without chunks there is nothing to prepare ahead
         while len(self._in_flight) >= (self._runner.max_in_flight if plan.chunks else 1):
             self._collect()
@@ -275,7 +229,7 @@ class EngineCore:
         self.scheduler.check_invariants()
         self.manager.check_invariants()
         live = Counter(r.seq.digest for r in self.requests.values() if r.seq and r.seq.digest)
-        assert live == +self._num_live, (live, self._num_live)
+        assert live == +self._adapters.num_live, (live, self._adapters.num_live)
 
     def _give_up_late(self, now: float) -> None:
         """Requests that have waited for so long that nobody wants their answer."""
@@ -302,16 +256,10 @@ class EngineCore:
         if len(self.requests) - len(self.scheduler.running) >= self.config.max_queued_requests:
             raise Overloaded(f"{self.config.max_queued_requests} requests are queued", retry_after_s=1.0)
 
-    def _find(self, ref: AdapterRef | None) -> str | None:
-        """Digest of an adapter whose weights are in host memory or in the pool."""
-        digest = self.manager.digest(ref) if ref else None
-        is_here = digest is not None and (digest in self.manager or self.memory.residency.get(digest))
-        return digest if is_here else None
-
     def _enqueue(self, record: LiveRequest, digest: str | None) -> None:
         """Give it to the scheduler. Raises RequestTooLarge."""
         request, params = record.request, record.request.params
-        num_adapter_pages = self._num_pages(digest) if digest else 0
+        num_adapter_pages = self._adapters.num_pages(digest) if digest else 0
         num_prompt = len(request.prompt_token_ids)
         capacity = self.scheduler.capacity_tokens(digest, num_adapter_pages)
         if num_prompt >= capacity:
@@ -335,12 +283,7 @@ class EngineCore:
         assert params.seed is not None, "the caller draws one, so that choices and retries differ"
         self._runner.start(request.request_id, params, params.seed, request.prompt_token_ids)
         if digest:
-            self._num_live[digest] += 1
-            self.manager.touch(digest)
-
-    def _num_pages(self, digest: str) -> int:
-        resident = self.memory.residency.get(digest)
-        return len(resident.page_ids) if resident else self.manager.image(digest).num_pages
+            self._adapters.use(digest)
 
     def _count_hit(self, record: LiveRequest, ref: AdapterRef, digest: str) -> None:
         stats = self.stats.adapter(ref.name)
@@ -408,92 +351,10 @@ class EngineCore:
         self._runner.finish(request_id)
         digest = record.seq.digest
         if digest:
-            self._num_live[digest] -= 1
-            self._drop_if_unused(digest)
-            if record.name not in self.manager.names:  # it was unloaded meanwhile
-                self.stats.adapters.pop(record.name or BASE, None)
-
-    def _needed(self) -> frozenset[str]:
-        """Digests that waiting requests will copy from host memory."""
-        return frozenset(
-            s.digest
-            for s in self.scheduler.waiting
-            if s.digest and self.memory.residency.get(s.digest) is None
-        )
-
-    def _on_image(self, loaded: Loaded, digest: str, is_hinted: bool) -> None:
-        name = loaded.ref.name
-        assert loaded.image is not None
-        self._retire(self.manager.rename(name, digest))
-        self.scheduler.keep(digest)
-        self.memory.order.used(digest, self._clock(), count=0.0)
-        self.scheduler.prefetcher.in_host(digest, loaded.image.num_pages)
-        if is_hinted:
-            self.scheduler.prefetcher.hint(digest, loaded.image.num_pages, self._clock())
-        if name in self._pinned:
-            # a version that finds no room is served unpinned; `pinned` in the statistics tells
-            with suppress(Conflict):
-                self._pin(digest)
-        stats = self.stats.adapter(name)
-        stats.on_load(loaded.seconds, loaded.image.rank, loaded.image.is_from_disk)
-        self.stats.load_seconds.observe(loaded.seconds)
-        for waiter in loaded.waiters:
-            if waiter in self._calls:
-                self._events.append(self._answer(waiter, digest))
-                continue
-            record = self.requests[waiter]
-            record.loaded = self._clock()
-            record.tier = "disk" if loaded.image.is_from_disk else "source"
-            stats.on_wait(record.loaded - record.arrived, loaded.image.is_from_disk)
-            try:
-                self._enqueue(record, digest)
-            except LorafleetError as error:
-                self._fail(waiter, error)
-
-    def _on_load_error(self, loaded: Loaded, error: LorafleetError) -> None:
-        if loaded.ref.name in self.stats.adapters:
-            self.stats.adapter(loaded.ref.name).load_failures += 1
-        for waiter in loaded.waiters:
-            if waiter in self._calls:
-                self._calls.remove(waiter)
-                self._events.append(CallEvent(waiter, error=error))
-            else:
-                self._fail(waiter, error)
-
-    def _fail_waiting(self, digest: str, error: LorafleetError) -> None:
-        """Requests that were queued when their adapter left host memory, and it cannot be read again."""
-        if digest in self.manager or self.memory.residency.get(digest):
-            return
-        for seq in [s for s in self.scheduler.waiting if s.digest == digest]:
-            self._fail(seq.request_id, error)
+            self._adapters.release(digest)
+            if record.name and self.manager.digest_of(record.name) is None:  # it was unloaded meanwhile
+                self.stats.adapters.pop(record.name, None)
 
     def _fail(self, request_id: str, error: LorafleetError) -> None:
         self._finish(request_id)
         self._events.append(TokenEvent(request_id, error=error))
-
-    def _answer(self, call_id: str, digest: str) -> CallEvent:
-        self._calls.remove(call_id)
-        return CallEvent(call_id, result=self.manager.image(digest).report)
-
-    def _too_many_pages(self, num_pages: int) -> AdapterRefused | None:
-        capacity = self.geometry.num_pages - self.memory.residency.num_pinned_pages
-        # one page at least must be left for the KV of its requests
-        if num_pages < capacity:
-            return None
-        return too_many_pages(num_pages, capacity - 1, self.geometry.page_bytes)
-
-    def _pin(self, digest: str) -> None:
-        """Raises Conflict."""
-        self.scheduler.pin(digest, self._num_pages(digest))
-
-    def _retire(self, digest: str | None) -> None:
-        if digest is not None:
-            self.scheduler.retire(digest)
-            self._drop_if_unused(digest)
-
-    def _drop_if_unused(self, digest: str) -> None:
-        """Host bytes of a content that no name means go when its last request has ended."""
-        if self._num_live[digest] == 0:
-            del self._num_live[digest]
-            if not self.manager.names_of(digest):
-                self.manager.drop(digest)

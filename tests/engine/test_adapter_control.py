@@ -1,0 +1,156 @@
+"""What a load's end and a call mean, told as values: no step, no request."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.adapter_control import AdapterControl, LoadEnd
+from engine.adapters.image import AdapterImage
+from engine.adapters.loader import LoadResult
+from engine.adapters.manager import AdapterManager
+from engine.errors import AdapterRefused, ModelNotFound, Unavailable
+from engine.events import CallEvent
+from engine.memory import PoolMemory
+from engine.request import AdapterRef
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.sequence import Sequence
+from engine.stats import EngineStats
+from tests.engine.fakes import PAGE_BYTES, FakeLoader, image
+
+A, B = AdapterRef("A", "uri-a", "v1"), AdapterRef("B", "uri-b", "v1")
+NUM_PAGES = 10
+
+
+class Desk:
+    """One control over fakes."""
+
+    def __init__(self, host_cache_pages: int = 100, pinned: tuple[str, ...] = ()) -> None:
+        self.loader = FakeLoader()
+        self.manager = AdapterManager(self.loader, host_cache_pages * PAGE_BYTES, max_parallel_loads=4)
+        memory = PoolMemory(NUM_PAGES, 4, num_slots=4)
+        config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32, prefetch=False)
+        self.scheduler = Scheduler(config, memory)
+        self.stats = EngineStats()
+        self.control = AdapterControl(
+            self.manager, self.scheduler, self.stats, PAGE_BYTES, pinned, lambda: 0.0
+        )
+
+    def loaded(self, ref: AdapterRef, result: AdapterImage | AdapterRefused) -> LoadEnd:
+        self.loader.submitted.remove(ref)
+        is_error = isinstance(result, AdapterRefused)
+        end = self.control.on_loaded(
+            LoadResult(ref, None if is_error else result, result if is_error else None, 0.5)  # type: ignore[arg-type]
+        )
+        self.control.settle()
+        self.manager.check_invariants()
+        return end
+
+    def queue(self, request_id: str, digest: str) -> None:
+        self.scheduler.add(
+            Sequence(
+                request_id=request_id, arrival=1, prompt_token_ids=(1,), max_tokens=1, min_tokens=0,
+                stop_token_ids=frozenset(), digest=digest, num_adapter_pages=2,
+            )
+        )  # fmt: skip
+        self.control.use(digest)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_a_load_answers_its_calls_and_frees_its_requests(desk: Desk) -> None:
+    assert desk.control.load("call", A) is None
+    desk.manager.want(A, "r1")
+    desk.manager.want(A, "r2")
+    assert desk.control.find(A) is None
+    end = desk.loaded(A, image(1, is_from_disk=True))
+    assert (end.name, end.digest, end.tier, end.ready, end.failed) == (
+        "A", "digest-1", "disk", ["r1", "r2"], {},
+    )  # fmt: skip
+    (answer,) = end.answers
+    assert answer.call_id == "call"
+    assert answer.result == image(1).report
+    assert desk.control.find(A) == "digest-1"
+    again = desk.control.load("again", A)
+    assert again == CallEvent("again", result=image(1).report)
+
+
+def test_a_load_that_fails_fails_all_that_waited(desk: Desk) -> None:
+    desk.control.load("call", A)
+    desk.manager.want(A, "r1")
+    error = AdapterRefused("no DoRA", param="use_dora")
+    end = desk.loaded(A, error)
+    assert end.answers == [CallEvent("call", error=error)]
+    assert (end.digest, end.ready, end.failed) == (None, [], {"r1": error})
+    assert "A" not in desk.stats.adapters, "what was never loaded has no series"
+
+
+def test_what_is_too_large_for_the_pool_is_refused_and_not_read_again(desk: Desk) -> None:
+    desk.manager.want(A, "r1")
+    end = desk.loaded(A, image(1, num_pages=NUM_PAGES))
+    assert end.ready == []
+    assert isinstance(end.failed["r1"], AdapterRefused)
+    assert desk.loader.refused == {A: end.failed["r1"]}
+    assert desk.control.find(A) is None
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_requests_fail_if_what_they_were_queued_for_cannot_be_read_again(is_refused: bool) -> None:
+    """Its image left host memory for another one's, and its source holds something else by now."""
+    desk = Desk(host_cache_pages=2)
+    desk.control.load("a", A)
+    desk.loaded(A, image(1))
+    desk.control.load("b", B)
+    desk.loaded(B, image(2))
+    desk.queue("queued", "digest-1")
+    desk.manager.want_again("digest-1")
+    refusal = AdapterRefused("truncated")
+    end = desk.loaded(A, refusal if is_refused else image(3))
+    assert end.ready == []
+    error = end.failed["queued"]
+    assert error is refusal if is_refused else isinstance(error, Unavailable)
+
+
+def test_a_content_without_a_name_goes_with_its_last_request(desk: Desk) -> None:
+    desk.control.load("call", A)
+    desk.loaded(A, image(1))
+    desk.control.use("digest-1")
+    desk.control.use("digest-1")
+    assert desk.control.unload("unload", "A") == CallEvent("unload", result={})
+    desk.control.release("digest-1")
+    assert "digest-1" in desk.manager
+    desk.control.release("digest-1")
+    assert "digest-1" not in desk.manager
+    assert not +desk.control.num_live
+
+
+def test_a_content_stays_pinned_while_a_pinned_name_means_it(desk: Desk) -> None:
+    for ref in (A, B):
+        desk.control.load(ref.name, ref)
+        desk.loaded(ref, image(1))
+        assert desk.control.pin("pin", ref.name).error is None
+    residency = desk.scheduler.memory.residency
+    desk.control.unpin("unpin", "A")
+    assert residency.is_pinned("digest-1")
+    desk.control.unpin("unpin", "B")
+    assert not residency.is_pinned("digest-1")
+
+
+@pytest.mark.parametrize("call", ["pin", "unload"])
+def test_a_name_that_is_not_loaded_is_told(desk: Desk, call: str) -> None:
+    answer = getattr(desk.control, call)("id", "A")
+    assert isinstance(answer.error, ModelNotFound)
+    assert answer.error.param == "model"
+
+
+def test_a_hint_outlives_the_load_that_it_asked_for(desk: Desk) -> None:
+    """Only hints are followed here, so a load that nobody hinted at is not copied ahead."""
+    desk.control.prefetch(A)
+    desk.control.load("call", B)
+    for number, ref in enumerate((A, B), start=1):
+        desk.loaded(ref, image(number))
+    plan = desk.scheduler.schedule(0.0, desk.manager)
+    assert [load.digest for load in plan.loads] == ["digest-1"]
+    assert not desk.scheduler.can_prefetch(0.0, desk.manager)
