@@ -102,7 +102,7 @@ FLEET = Board(
         panel("First token, p95", "number", quantile(0.95, "time_to_first_token_seconds"), unit="s"),
         panel("Errors", "number", ratio("requests_total", 'finish_reason="error"', ""), unit="percentunit"),
         panel("Waiting", "number", "sum(lorafleet_requests_waiting)"),
-        panel("Replicas", "number", "count(lorafleet_max_running_requests)"),
+        panel("Replicas", "number", "count(lorafleet_max_running_requests) or vector(0)"),
         found_where(
             "Where adapters were found",
             about="hbm: at once. host: after one copy. disk: after a read. source: after a download.",
