@@ -5,22 +5,22 @@ chooses now. Unless that one reports the adapter in HBM or on its way there, it 
 a placement, so that the request goes there when its turn comes, as all others for that adapter do.
 
 A replica believes a hint for HINT_S, and for so long that version is not looked at again. Then, if a request
-still waits and nobody has the adapter, the same replica is told once more. A replica is told of
-HINTS_OF_REPLICA versions in that time at most: loads for requests far behind would push out what those in
-front need. Who would be refused does not wait, and a replica that is stopping is not in the table.
+still waits and nobody has the adapter, the same replica is told once more. One that has LOADS_OF_REPLICA to do,
+for requests that are there or by hints, is told nothing: it would do no more at once, and loads for requests
+far behind would push out what those in front need. Who would be refused does not wait, and a replica that is
+stopping is not in the table.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from engine.prefetch import HINT_S
-from router.fleet_table import HBM, LOADING
+from router.fleet_table import HBM, LOADING, Replica
 from router.policy import Choice, ResidencyPolicy, RouteRequest
 
-HINTS_OF_REPLICA = 4
+LOADS_OF_REPLICA = 4  # as many as an engine does at once unless it is told otherwise
 MAX_DECISIONS = 16  # in a look at who waits: 50 us each, a thousand replicas or one
 
 
@@ -48,13 +48,12 @@ class Hints:
     def __init__(self, policy: ResidencyPolicy) -> None:
         self._policy = policy
         self._looks: dict[Version, _Look] = {}  # oldest first
-        self._sent: deque[tuple[float, str]] = deque()  # when, to whom; for HINT_S
-        self._num_sent: Counter[str] = Counter()  # of these, by replica
+        self._told: dict[str, dict[str, float]] = {}  # replica -> adapter -> until when it may be loading
 
     @property
     def num_ahead(self) -> int:
         """Adapters that are worth a look: those whose requests go next."""
-        return HINTS_OF_REPLICA * len(self._policy.table.replicas)
+        return LOADS_OF_REPLICA * len(self._policy.table.replicas)
 
     def due(self, waiting: Iterable[Waiting], now: float) -> list[Hint]:
         """`waiting`: who goes next, in order."""
@@ -97,26 +96,29 @@ class Hints:
         return replica_id in table and all(r.tier(adapter, now) is None for r in table.holders(adapter))
 
     def _tell(self, one: Waiting, replica_id: str, now: float) -> list[Hint]:
-        assert one.request.adapter is not None
-        if self._num_sent[replica_id] >= HINTS_OF_REPLICA:
+        table, adapter = self._policy.table, one.request.adapter
+        assert adapter is not None
+        if self._num_loads(table[replica_id], now) >= LOADS_OF_REPLICA:
             return []
-        table = self._policy.table
-        table.place(table[replica_id], one.request.adapter, now)
+        table.place(table[replica_id], adapter, now)
         self._looked(one, replica_id, now)
-        self._sent.append((now, replica_id))
-        self._num_sent[replica_id] += 1
+        self._told.setdefault(replica_id, {})[adapter] = now + HINT_S
         return [Hint(replica_id, one.ref)]
+
+    def _num_loads(self, replica: Replica, now: float) -> int:
+        """For requests that are there, as it has reported; and of what it was told and has not reported."""
+        told = self._told.get(replica.replica_id, {})
+        for adapter in [a for a, until in told.items() if until <= now or replica.report.tier(a) is not None]:
+            del told[adapter]
+        if not told:
+            self._told.pop(replica.replica_id, None)
+        return len(replica.report.loading) + len(told)
 
     def _looked(self, one: Waiting, replica_id: str | None, now: float) -> None:
         self._looks.pop(_version(one), None)  # so that the oldest stays first
         self._looks[_version(one)] = _Look(now + HINT_S, replica_id)
 
     def _forget(self, now: float) -> None:
-        while self._sent and self._sent[0][0] <= now - HINT_S:
-            _, replica_id = self._sent.popleft()
-            self._num_sent[replica_id] -= 1
-            if not self._num_sent[replica_id]:
-                del self._num_sent[replica_id]
         # a version whose request still waits is looked at again much sooner
         while self._looks and next(iter(self._looks.values())).until <= now - HINT_S:
             del self._looks[next(iter(self._looks))]

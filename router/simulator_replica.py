@@ -92,12 +92,15 @@ class SimReplica:
         name = request.adapter
         if name not in self._users and name not in self._host:
             request.is_cold = True
-            if name not in self._loading:
-                self._loading[name] = None
-                if len(self._loading) <= self.spec.max_parallel_loads:
-                    self._load(name, now)
+            self._want(name, now)
         self._waiting.append(request)
         self._admit(now)
+
+    def prefetch(self, adapter: str, now: float) -> None:
+        """A request for it is on its way."""
+        if not self.is_dead and adapter not in self._users and adapter not in self._host:
+            self.is_dirty = True
+            self._want(adapter, now)
 
     def die(self) -> list[Request]:
         """What was in flight."""
@@ -122,6 +125,12 @@ class SimReplica:
             adapter_pages=self.spec.adapter_pages,
             cost=self.spec.cost,
         )
+
+    def _want(self, name: str, now: float) -> None:
+        if name not in self._loading:
+            self._loading[name] = None
+            if len(self._loading) <= self.spec.max_parallel_loads:
+                self._load(name, now)
 
     def _load(self, name: str, now: float) -> None:
         self.num_loads += 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from engine.prefetch import HINT_S
-from router.hints import HINTS_OF_REPLICA, MAX_DECISIONS, Hint, Hints, Waiting
+from router.hints import LOADS_OF_REPLICA, MAX_DECISIONS, Hint, Hints, Waiting
 from router.policy import ResidencyPolicy, RouteRequest
 from tests.router.test_policy import SEATS, policy, report
 
@@ -101,16 +102,28 @@ def test_a_replica_that_is_gone_is_not_told() -> None:
     assert hints.due([waiting("sql"), waiting("other")], 2 * HINT_S) == []
 
 
-def test_a_replica_is_told_of_so_many_at_most_and_of_more_later() -> None:
+def test_a_replica_is_told_of_so_many_at_most_and_of_more_when_they_are_there() -> None:
     """Loads far ahead would push out what those in front need."""
     fleet = full_fleet(1)
     hints = Hints(fleet)
-    many = [waiting(f"a{i}") for i in range(3 * HINTS_OF_REPLICA)]
-    first = hints.due(many, 0.0)
-    assert [hint.ref for hint in first] == [one.ref for one in many[:HINTS_OF_REPLICA]]
-    assert hints.due(many, HINT_S / 2) == []
-    later = hints.due(many[HINTS_OF_REPLICA:], HINT_S)
-    assert [hint.ref for hint in later] == [one.ref for one in many[HINTS_OF_REPLICA : 2 * HINTS_OF_REPLICA]]
+    many = [waiting(f"a{i}") for i in range(3 * LOADS_OF_REPLICA)]
+    assert [hint.ref for hint in hints.due(many, 0.0)] == [one.ref for one in many[:LOADS_OF_REPLICA]]
+    assert hints.due(many, 1.0) == []
+    fleet.table.tell("r0", report(load=FULL, host="a1"), 1.0)
+    assert told(hints.due(many, 1.1)) == [("r0", f"a{LOADS_OF_REPLICA}")]
+    fleet.table.tell("r0", report(load=FULL), 1.2)
+    left = many[LOADS_OF_REPLICA + 1 :]
+    assert [hint.ref for hint in hints.due(left, HINT_S)] == [one.ref for one in left[: LOADS_OF_REPLICA - 1]]
+
+
+def test_a_replica_that_loads_for_requests_of_its_own_is_told_nothing() -> None:
+    fleet = full_fleet(1)
+    busy = replace(report(load=FULL), loading=frozenset(f"b{i}" for i in range(LOADS_OF_REPLICA)))
+    fleet.table.tell("r0", busy, 0.0)
+    hints = Hints(fleet)
+    assert hints.due([waiting("sql")], 0.0) == []
+    fleet.table.tell("r0", replace(busy, loading=frozenset(["b0"])), 0.1)
+    assert told(hints.due([waiting("sql")], 0.1)) == [("r0", "sql")]
 
 
 def test_a_look_at_who_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +137,7 @@ def test_a_look_at_who_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(fleet, "choose", choose)
     many = [waiting(f"a{i}") for i in range(2 * MAX_DECISIONS)]
-    assert hints.num_ahead == 100 * HINTS_OF_REPLICA
+    assert hints.num_ahead == 100 * LOADS_OF_REPLICA
     hints.due(many, 0.0)
     assert len(asked) == MAX_DECISIONS
     hints.due(many, 0.05)  # the next look goes on where this one stopped
@@ -146,4 +159,4 @@ def test_nothing_is_remembered_of_who_waits_no_longer() -> None:
     for second in range(100):
         hints.due([waiting(f"a{second}")], float(second))
     assert len(hints._looks) <= 2 * HINT_S + 1
-    assert hints._num_sent.total() == len(hints._sent) <= HINT_S
+    assert sum(map(len, hints._told.values())) <= 2 * HINT_S + 1
