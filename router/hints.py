@@ -5,10 +5,10 @@ chooses now. Unless that one reports the adapter in HBM or on its way there, it 
 a placement, so that the request goes there when its turn comes, as all others for that adapter do.
 
 A replica believes a hint for HINT_S, and for so long that version is not looked at again. Then, if a request
-still waits and nobody has the adapter, the same replica is told once more. One that has LOADS_OF_REPLICA to do,
-for requests that are there or by hints, is told nothing: it would do no more at once, and loads for requests
-far behind would push out what those in front need. Who would be refused does not wait, and a replica that is
-stopping is not in the table.
+still waits and nobody has the adapter, the same replica is told once more. Nothing is told to one that has
+LOADS_OF_REPLICA to do, for requests that are there or by hints: it would do no more at once, and loads for
+requests far behind would push out what those in front need. Who would be refused does not wait, and a replica
+that is stopping is not in the table.
 """
 
 from __future__ import annotations
