@@ -16,7 +16,7 @@ import ray
 from ray import serve
 
 from deployments.app import engine_application
-from deployments.config import AppArgs
+from deployments.config import AppArgs, RouterArgs
 from deployments.engine_replica import ENGINE_CLIENT
 from deployments.fleet_service import FleetService
 from engine.errors import EngineDead, ModelNotFound
@@ -79,7 +79,8 @@ class Fleet:
         return await self.num_requests_is(0)
 
     async def num_requests_is(self, count: int) -> bool:
-        return sum(r.get("running", 0) + r.get("waiting", 0) for r in await self.replicas()) == count
+        requests: int = sum(r.get("running", 0) + r.get("waiting", 0) for r in await self.replicas())
+        return requests == count
 
     async def tiers(self, adapter: str) -> list[str]:
         """Of the replicas that know it."""
@@ -114,7 +115,7 @@ def fleet(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         model=str(base),
         num_replicas=NUM_REPLICAS,
         engine={"max_num_seqs": SEATS, "num_pages": 2000, "num_threads": 1},
-        router={"max_wait_s": 60.0},
+        router=RouterArgs(max_wait_s=60.0),
         stream_interval_s=0.0,
         graceful_shutdown_timeout_s=1.0,
     )

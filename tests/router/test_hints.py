@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from engine.prefetch import HINT_S
+from router.fleet_table import Report
 from router.hints import LOADS_OF_REPLICA, MAX_DECISIONS, Hint, Hints, Waiting
 from router.policy import ResidencyPolicy, RouteRequest
 from tests.router.test_policy import SEATS, policy, report
@@ -27,24 +28,21 @@ def full_fleet(count: int) -> ResidencyPolicy:
     return policy(**{f"r{i}": report(load=FULL) for i in range(count)})
 
 
-def finish(fleet: ResidencyPolicy, replica_id: str, **tiers: str) -> None:
-    """It has ended all its requests but one batch."""
-    fleet.table.tell(replica_id, report(load=SEATS - 1, **tiers), 0.0)
-
-
 def test_the_replica_that_is_told_is_the_one_that_the_request_goes_to() -> None:
     fleet = full_fleet(3)
     ((replica_id, name),) = told(Hints(fleet).due([waiting("sql")], 0.0))
     assert name == "sql"
     for replica in fleet.table.replicas:  # now every home has a seat
-        finish(fleet, replica.replica_id)
+        fleet.table.tell(replica.replica_id, report(load=SEATS - 1), 0.5)
     choice = fleet.choose(RouteRequest("sql"), 1.0)
     assert (choice.order[0], choice.reason) == (replica_id, "loading")
 
 
-@pytest.mark.parametrize("tier", ["resident", "loading"])
-def test_what_is_there_or_on_its_way_needs_no_hint(tier: str) -> None:
-    fleet = policy(warm=report(load=FULL, **{tier: "sql"}), other=report(load=FULL))
+@pytest.mark.parametrize(
+    "warm", [report(load=FULL, resident="sql"), report(load=FULL, loading="sql")], ids=["resident", "loading"]
+)
+def test_what_is_there_or_on_its_way_needs_no_hint(warm: Report) -> None:
+    fleet = policy(warm=warm, other=report(load=FULL))
     hints = Hints(fleet)
     assert hints.due([waiting("sql")], 0.0) == []
 
@@ -129,7 +127,8 @@ def test_a_replica_that_loads_for_requests_of_its_own_is_told_nothing() -> None:
 def test_a_look_at_who_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = full_fleet(100)
     hints = Hints(fleet)
-    decide, asked = fleet.choose, []
+    decide = fleet.choose
+    asked: list[str | None] = []
 
     def choose(request: RouteRequest, now: float) -> object:
         asked.append(request.adapter)

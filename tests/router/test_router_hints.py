@@ -77,7 +77,7 @@ def test_who_need_not_wait_has_nobody_told() -> None:
     async def main() -> None:
         replica = Told("a")
         router = build(replica)
-        assert await asyncio.gather(ask(router, "sql"), ask(router, "law")) == ["a", "a"]
+        assert [await ask(router, name) for name in ("sql", "law")] == ["a", "a"]
         assert replica.hints == []
 
     run(main())
