@@ -18,28 +18,8 @@ def block_offsets(
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
     """Of keys [K], positions in a sequence whose page numbers begin at `pages`: offsets [K, D], int64."""
-    page = load_page(pages, key, is_key, PAGE_TOKENS)
-    return offsets_in_page(page, key, head_offset, stride_page, stride_token, PAGE_TOKENS, BLOCK_DIM)
-
-
-@triton.jit
-def load_page(pages: tl.tensor, key: tl.tensor, is_key: tl.tensor, PAGE_TOKENS: tl.constexpr) -> tl.tensor:
-    """The page of each key [K]."""
-    return tl.load(pages + key // PAGE_TOKENS, mask=is_key, other=0)
-
-
-@triton.jit
-def offsets_in_page(
-    page: tl.tensor,
-    key: tl.tensor,
-    head_offset: tl.tensor,
-    stride_page: tl.tensor,
-    stride_token: tl.tensor,
-    PAGE_TOKENS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-) -> tl.tensor:
-    """Of keys [K] and the page of each: offsets [K, D], int64."""
-    offset = page.to(tl.int64) * stride_page + (key % PAGE_TOKENS) * stride_token + head_offset
+    page = tl.load(pages + key // PAGE_TOKENS, mask=is_key, other=0).to(tl.int64)
+    offset = page * stride_page + (key % PAGE_TOKENS) * stride_token + head_offset
     return offset[:, None] + tl.arange(0, BLOCK_DIM)[None, :]
 
 

@@ -2,10 +2,9 @@
 
 A step may mix sequences of one query (decodes) and of many (prefill chunks):
 
-  decode   FlashDecoding (Dao, Haziza, Massa, Sizov, 2023): a context is cut into splits, which programs for
-           every KV head walk; whoever completes the last split of a sequence merges the parts, in order, so
-           that the result does not depend on who it was. The query heads of a KV head are the rows of a
-           product.
+  decode   FlashDecoding (Dao, Haziza, Massa, Sizov, 2023): a context is cut into splits, each an own program
+           for every KV head; the last program of a sequence to arrive merges the parts, in order, so that
+           the result does not depend on who was last. The query heads of a KV head are the rows of a product.
   prefill  FlashAttention-2 (Dao, 2023, arXiv:2307.08691): a tile is the query heads of one KV head for some
            consecutive tokens.
 
@@ -29,7 +28,7 @@ DECODE_KEYS = 64  # a block of the decode loop, and the least length of a split
 LONG_SPLIT = 32  # blocks: shorter splits are made only to fill the GPU, merging costs as much
 MOST_SPLITS = 4  # a sequence, on average
 DECODE_WARPS = 2
-DECODE_STAGES = 2
+DECODE_STAGES = 3
 PREFILL_ROWS = 128  # query heads x tokens of a prefill tile
 PREFILL_KEYS = 64
 PREFILL_WARPS = 8
@@ -90,7 +89,6 @@ class AttentionPlan:
     """A step's cut into work, on the device; valid until the next plan in the same workspace."""
 
     workspace: AttentionWorkspace
-    num_seqs: int
     num_units: int  # bounds that depend on shapes alone
     num_tiles: int
 
@@ -133,7 +131,7 @@ def plan_attention(
         BLOCK_ENTRIES=ENTRIES_PER_PROGRAM,
         num_warps=4,
     )
-    return AttentionPlan(workspace, num_seqs, num_units, num_tiles)
+    return AttentionPlan(workspace, num_units, num_tiles)
 
 
 def paged_attention(
@@ -178,14 +176,13 @@ def _decode(
     num_heads, head_dim = q.shape[1:]
     page_tokens, num_kv_heads = kv.shape[2:4]
     group = num_heads // num_kv_heads
-    decode_kernel[(num_kv_heads, _grid_units(plan, num_kv_heads))](
+    decode_kernel[(num_kv_heads, plan.num_units)](
         q,
         kv[:, 0],
         kv[:, 1],
         out,
         page_table,
         workspace.units,
-        plan.num_units,
         workspace.partial_out,
         workspace.partial_stats[0],
         workspace.partial_stats[1],
@@ -241,16 +238,6 @@ def _prefill(
         num_stages=1 if is_fp32 else PREFILL_STAGES,
         maxnreg=None if is_fp32 else PREFILL_REGISTERS,
     )
-
-
-def _grid_units(plan: AttentionPlan, num_kv_heads: int) -> int:
-    """Programs of a decode for each KV head.
-
-    One for each unit until splits reach LONG_SPLIT blocks, as then units are at most those that fill the GPU
-    and one more a sequence: none waits behind another, however lengths differ. Above, units are many and
-    about equal, and programs, more than run at once, walk them.
-    """
-    return min(plan.num_units, plan.num_seqs + max(plan.workspace.num_programs // num_kv_heads, 1))
 
 
 def _max_units(num_seqs: int, num_programs: int, num_kv_heads: int) -> int:

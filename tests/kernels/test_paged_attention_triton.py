@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 
-import kernels.paged_attention.triton as attention
 from kernels.paged_attention.reference import paged_attention as paged_attention_reference
 from kernels.paged_attention.triton import (
     DECODE_KEYS,
-    LONG_SPLIT,
     AttentionPlan,
     AttentionWorkspace,
     paged_attention,
@@ -36,11 +33,6 @@ class Case(NamedTuple):
 
     def plan(self) -> AttentionPlan:
         return plan_attention(self.workspace, self.context_lens, self.cu_query_lens, len(self.q))
-
-    def num_listed(self) -> int:
-        """Units of decodes."""
-        num_units = self.plan().num_units
-        return int((self.workspace.units[:num_units, 0] >= 0).sum())
 
     def run(self) -> torch.Tensor:
         out = poisoned(*self.q.shape, dtype=self.q.dtype)
@@ -144,71 +136,6 @@ def test_sequences_without_a_query_are_nothing() -> None:
     check(make_case([(5, 20), (1, 70), (0, 0), (0, 0)]))
 
 
-@pytest.fixture
-def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts of hundreds of tokens then have more splits than programs."""
-    monkeypatch.setattr(attention, "LONG_SPLIT", 4)
-
-
-def walking_case(
-    num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.float32
-) -> Case:
-    """With short splits: 8 units for 6 programs a KV head."""
-    lens = [(1, 9 * DECODE_KEYS - 7), (1, 0), (5, 20), (1, 14 * DECODE_KEYS), (0, 0)]
-    return make_case(lens, num_heads, num_kv_heads, head_dim, dtype=dtype, num_programs=2)
-
-
-@pytest.mark.usefixtures("short_splits")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (8, 2, 72), (3, 3, 64)])
-def test_programs_walk_units(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Parts of one sequence, padding rows and sequences without a query among them; dims merged in parts."""
-    case = walking_case(num_heads, num_kv_heads, head_dim, dtype)
-    assert case.num_listed() > attention._grid_units(case.plan(), num_kv_heads)
-    check(case)
-    assert not case.run()[1].any()
-
-
-@pytest.mark.usefixtures("short_splits")
-@pytest.mark.parametrize("grid_units", [1, 2, 3, 7])
-def test_any_number_of_programs_gives_the_same_bits(grid_units: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = walking_case()
-    monkeypatch.setattr(attention, "_grid_units", lambda plan, num_kv_heads: plan.num_units)
-    want = case.run()
-    monkeypatch.setattr(attention, "_grid_units", lambda plan, num_kv_heads: grid_units)
-    assert torch.equal(case.run(), want)
-    assert not case.workspace.arrivals.any()
-
-
-def test_entries_past_the_end_of_a_list_are_not_read() -> None:
-    """A step of fewer sequences, in a workspace whose list still holds the units of more."""
-    case = make_case([(1, 100), (1, 200), (1, 30), (1, 64)], num_programs=4)
-    case.run()
-    fewer = case._replace(
-        q=case.q[:1],
-        page_table=case.page_table[:1],
-        context_lens=case.context_lens[:1],
-        cu_query_lens=case.cu_query_lens[:2],
-    )
-    fewer.workspace.units[fewer.plan().num_units :] = torch.tensor([0, 0, 0, 1, 0, 1])  # its first key only
-    check(fewer)
-
-
-def test_no_unit_waits_behind_another_before_splits_are_long() -> None:
-    rng = random.Random(0)
-    for num_programs in (2, 16, 64):
-        most = LONG_SPLIT * num_programs // 2 * DECODE_KEYS  # keys, for two KV heads
-        for _ in range(8):
-            num_seqs = rng.randint(1, 12)
-            lens = [rng.randint(0, most // num_seqs // DECODE_KEYS * DECODE_KEYS) for _ in range(num_seqs)]
-            workspace = AttentionWorkspace.allocate(num_seqs, num_seqs, 2, 2, 16, DEVICE, num_programs)
-            context_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-            cu_query_lens = torch.arange(num_seqs + 1, dtype=torch.int32, device=DEVICE)
-            plan = plan_attention(workspace, context_lens, cu_query_lens, num_seqs)
-            num_listed = int((workspace.units[: plan.num_units, 0] >= 0).sum())
-            assert num_listed <= attention._grid_units(plan, 2) <= plan.num_units
-
-
 def test_the_plan_covers_every_key_and_query_once() -> None:
     lens = [(1, 700), (130, 200), (1, 0), (1, 64), (2, 2), (33, 90), (1, 65)]
     case = make_case(lens, num_programs=12)
@@ -264,20 +191,6 @@ def test_real_sizes(lens: list[tuple[int, int]], head_dim: int) -> None:
     first = case.run()
     for _ in range(5):
         assert torch.equal(case.run(), first)
-
-
-@pytest.mark.gpu
-def test_walks_on_the_gpu_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several splits of a sequence in one program, while others arrive with theirs."""
-    lens = [(1, 20000 - 300 * i) for i in range(16)] + [(1, 0), (1, 5)]
-    case = make_case(lens, 32, 8, 128, dtype=torch.bfloat16, num_programs=64)
-    assert case.num_listed() > attention._grid_units(case.plan(), 8)
-    check(case)
-    results = []
-    for grid_units in (1, 5, 24, case.plan().num_units):
-        monkeypatch.setattr(attention, "_grid_units", lambda plan, num_kv_heads, grid=grid_units: grid)
-        results += [case.run() for _ in range(5)]
-    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.gpu
