@@ -23,7 +23,7 @@ from kernels.add_delta.triton import add_delta
 from kernels.all_reduce.triton import all_reduce_add_rms_norm
 from kernels.embedding.triton import embed
 from kernels.gather_columns.triton import gather_columns
-from kernels.linear.triton import linear, linear_to_peers
+from kernels.linear.triton import linear, linear_to_peers, tile_for
 from kernels.paged_attention.triton import AttentionPlan, paged_attention
 from kernels.peers.triton import PeerBuffers
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
@@ -99,7 +99,8 @@ class BesideBase(Branch):
         self._workspace = workspace
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
-        return Linear(*self._workspace.beside(x, module, layer, lambda: linear(x, weight), self.pdl))
+        is_ours = tile_for(len(x), weight) is not None
+        return Linear(*self._workspace.beside(x, module, layer, lambda: linear(x, weight), self.pdl, is_ours))
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor

@@ -10,35 +10,17 @@ W read ahead into the L2 by the launches between the products.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.linear.tiles import FEW_ROWS, FULL_ROWS, Tile, has_tile
 from kernels.peers.triton import PeerBuffers, send
 
 MIN_WEIGHT_ELEMS = 1 << 23
 NUM_PROGRAMS = 132
 """Multiprocessors of an H200: fewer programs than these leave some without work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    rows: int  # of x, all in one tile
-    columns: int  # of y
-    block_k: int
-    weight_first: bool  # y^T = W x^T: the tensor cores' 64 rows are then W's, not x's and mostly padding
-    num_stages: int
-
-
-FEW_ROWS = Tile(16, 64, 256, weight_first=True, num_stages=4)
-FULL_ROWS = (
-    Tile(64, 32, 256, weight_first=False, num_stages=4),
-    Tile(64, 64, 128, weight_first=True, num_stages=5),
-    Tile(64, 128, 128, weight_first=False, num_stages=4),
-)
 
 
 def linear(
@@ -76,17 +58,15 @@ def linear_to_peers(
 
 
 def tile_for(num_rows: int, weight: torch.Tensor) -> Tile | None:
-    """None: cuBLAS is as fast or faster (at 32 rows by a third), or this does not work."""
+    """None: it is left to cuBLAS."""
     is_half = weight.dtype in (torch.bfloat16, torch.float16)
     is_aligned = weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
-    if weight.numel() < MIN_WEIGHT_ELEMS or not is_half or not is_aligned:
+    if not has_tile(num_rows) or weight.numel() < MIN_WEIGHT_ELEMS or not is_half or not is_aligned:
         return None
     if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (9, 0):
         return None  # no tensor memory accelerator
     if num_rows <= FEW_ROWS.rows:
         return FEW_ROWS
-    if num_rows != FULL_ROWS[0].rows:
-        return None
     # the narrowest whose programs run all at once
     return next((t for t in FULL_ROWS if len(weight) <= NUM_PROGRAMS * t.columns), FULL_ROWS[-1])
 

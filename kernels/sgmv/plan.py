@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kernels.linear.tiles import has_tile
 from kernels.sgmv.table import RANK_BLOCK
 
 
@@ -95,7 +96,9 @@ def decode_plan(max_tokens: int, max_rank: int) -> SgmvPlan:
         min_chunks=4,
         max_splits=16,
         num_warps=4,
-        num_stages=5,  # all chunks are on their way at once
+        # All chunks are on their way at once. Beside a base product of our own the 48 KiB for that would have
+        # to wait; the 24 KiB of three stages find room on its multiprocessors.
+        num_stages=3 if has_tile(max_tokens) else 5,
     )
     expand = ExpandTile(rows=4, columns=512, tiles=1, num_warps=2)
     return SgmvPlan("decode", max_tokens, max_tokens, max_rank, shrink, expand, expand)

@@ -94,11 +94,13 @@ class SgmvWorkspace:
         layer: int,
         gemm: Callable[[], torch.Tensor],
         pdl: bool = False,
+        leaves_room: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(gemm(), delta): the whole LoRA branch runs on the side stream, joined before this returns.
 
         delta [tokens, columns] is valid until the next call and only in rows that have an adapter; the
         others may hold anything. pdl: as of rotary_kv_write, of the branch's launches.
+        leaves_room: the GEMM, on each multiprocessor, for a CTA of the shrink.
         """
         assert self.plan.kind == "decode"
         delta = self._delta[: x.shape[0] * sum(module.widths)].view(x.shape[0], -1)
@@ -107,9 +109,9 @@ class SgmvWorkspace:
             return gemm(), delta
         main = torch.cuda.current_stream(x.device)
         self._side.wait_stream(main)
-        # A cuBLAS GEMM fills an SM, so CTAs of LoRA go before or after its own. The longest GEMM leaves some
-        # SMs free, long enough for LoRA: there the GEMM goes first.
-        y = gemm() if module == self._widest else None
+        # A GEMM that goes first runs beside all of LoRA where it leaves room. One of cuBLAS fills an SM, so
+        # CTAs of LoRA go before or after its own; but the longest leaves some SMs free, long enough for LoRA.
+        y = gemm() if leaves_room or module == self._widest else None
         with torch.cuda.stream(self._side):
             self._run(delta, x, module, layer, None, add=False, pdl=pdl and self._split is None)
         y = gemm() if y is None else y

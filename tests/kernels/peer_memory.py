@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.linear.triton import Tile, small_linear
+from kernels.linear.tiles import Tile
+from kernels.linear.triton import small_linear
 from kernels.peers.triton import EMPTY, PeerBuffers, split_symmetric, symmetric_bytes
 from tests.kernels.triton_cases import DEVICE
 

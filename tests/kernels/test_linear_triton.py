@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.linear.triton import FEW_ROWS, FULL_ROWS, Tile, linear, small_linear, tile_for
+from kernels.linear.tiles import FEW_ROWS, FULL_ROWS, Tile
+from kernels.linear.triton import linear, small_linear, tile_for
+from kernels.sgmv.plan import decode_plan
+from kernels.sgmv.table import RANK_BLOCK
 from tests.kernels.triton_cases import poisoned, randn
 
 HALF_DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -39,6 +42,15 @@ def test_tiles_are_chosen_by_rows_and_columns() -> None:
     assert columns(1, 576, 576) is None, "too small"
     assert columns(1, 4096, 4100) is None, "not aligned"
     assert columns(1, 4096, 4096, dtype=torch.float32) is None
+
+
+def test_a_shrink_finds_room_beside_our_products() -> None:
+    """In the shared memory of an H200's multiprocessor; each CTA takes a KiB more than it asks for."""
+    for tile in (FEW_ROWS, *FULL_ROWS):
+        linear_bytes = tile.num_stages * (tile.rows + tile.columns) * tile.block_k * 2
+        shrink = decode_plan(tile.rows, 64).shrink
+        shrink_bytes = (shrink.num_stages - 1) * (shrink.rows + RANK_BLOCK) * shrink.block_k * 2
+        assert linear_bytes + 1024 + shrink_bytes + 1024 <= 228 << 10
 
 
 def test_no_rows() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -23,11 +23,13 @@ from engine.runner.step_inputs import StepInputs
 from engine.shape import NUM_PROJECTIONS
 from engine.sharding import WHOLE, Shard, shard_shape
 from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
-from kernels.linear.triton import FEW_ROWS, small_linear
+from kernels.linear.tiles import FEW_ROWS
+from kernels.linear.triton import small_linear
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, AdapterViews, Split, SplitViews, absolute_offsets
 from kernels.sgmv.lists import lists_size, write_lists
 from kernels.sgmv.plan import decode_plan, prefill_plan
+from kernels.sgmv.table import FusedModule
 from kernels.sgmv.workspace import SgmvWorkspace
 from tests.kernels.peer_memory import Sets, shared_sets
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
@@ -205,6 +207,15 @@ def _check_rank(
     torch.testing.assert_close(by_gpu, both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(by_gpu, Both(path).on_cpu(chunks), rtol=1e-4, atol=1e-4)
     leave()
+
+
+@pytest.mark.parametrize(("num_rows", "is_ours"), [(16, True), (32, False), (64, True), (65, False)])
+def test_our_own_products_leave_room_for_the_branch_beside_them(num_rows: int, is_ours: bool) -> None:
+    workspace = MagicMock()
+    workspace.beside.return_value = (torch.empty(0), torch.empty(0))
+    x, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (num_rows, 4096))
+    BesideBase(workspace, pdl=True).linear(x, weight, FusedModule(0, 4096, (4096,)), 0)
+    assert workspace.beside.call_args.args[-1] == is_ours
 
 
 MIXED = ((0, 5), (0, 20), (17, 1), (3, 6))  # prefills from the start and behind cached keys, and a decode
