@@ -156,10 +156,15 @@ class CudaLlama:
         comm: Comm = ALONE,
         peers: PeerSets | None = None,
         logit_peers: PeerSets | None = None,
+        sends_ahead: bool = False,
     ) -> None:
-        """`peers`, `logit_peers`: by which ranks send their parts of sums and of logits; None: by `comm`."""
+        """`peers`, `logit_peers`: by which ranks send their parts of sums and of logits; None: by `comm`.
+
+        sends_ahead: parts of sums are sent by the products that compute them.
+        """
         self._comm = comm
         self._peers = peers
+        self._sends_ahead = sends_ahead
         self._logit_peers = logit_peers
         self._num_gathered = 0  # by these
         self.spec = spec
@@ -189,6 +194,7 @@ class CudaLlama:
         """
         eps, layers, pdl = self.spec.rms_norm_eps, self.weights.layers, branch.pdl
         peer_sets = self._peer_sets(len(token_ids))
+        senders = peer_sets if self._sends_ahead else (None, None)
         cos_TD, sin_TD = self._cos_PD[positions], self._sin_PD[positions]
         residual_TE = embed(token_ids, sampled, self.weights.embed)
         h_TE = rms_norm(residual_TE, layers[0].input_norm, eps)
@@ -198,10 +204,10 @@ class CudaLlama:
             rows = slots if delta is not None else None
             q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows, pdl=pdl)
             o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention, pdl=pdl)
-            partial = branch.row_parallel(o_THD.flatten(1), layer.o, self.o, i, peer_sets[0])
+            partial = branch.row_parallel(o_THD.flatten(1), layer.o, self.o, i, senders[0])
             h_TE = self._add_norm(residual_TE, partial, layer.post_norm, slots, pdl, peer_sets[0])
             act_TI = branch.gated(h_TE, layer.gate_up, self.gate_up, i, slots)
-            partial = branch.row_parallel(act_TI, layer.down, self.down, i, peer_sets[1])
+            partial = branch.row_parallel(act_TI, layer.down, self.down, i, senders[1])
             is_last = i + 1 == len(layers)
             norm = self.weights.final_norm if is_last else layers[i + 1].input_norm
             h_TE = self._add_norm(residual_TE, partial, norm, slots, pdl, peer_sets[1])

@@ -45,6 +45,12 @@ PREFILL_BUCKETS = (320, 384, 448, 512, 640, 768, 896, 1024, 1280)
 long as 1280 tokens run."""
 
 
+SENDS_AHEAD = False
+"""Products send their parts of sums and of logits to the other ranks. To become True once
+tests/engine/test_cuda_tensor_parallel.py has passed with it, and a group of GPUs was faster.
+"""
+
+
 class _Kind(NamedTuple):
     """Of a graph. Decodes are as many sequences as tokens; with a prefill chunk there are fewer."""
 
@@ -105,8 +111,10 @@ class CudaRunner:
         # NCCL sums what has more rows, maybe on another stream: nothing is launched ahead behind that
         self._fused_rows = max_tokens if comm is ALONE else 0 if peers is None else peers[0].max_rows
         prefill_buckets = [b for b in prefill_buckets if b <= self._fused_rows]
-        logit_peers = None if peers is None else comm.column_buffers(max_seqs, weights.embed.dtype)
-        self._model = CudaLlama(spec, weights, max_model_len, comm, peers, logit_peers)
+        logit_peers = None
+        if peers is not None and SENDS_AHEAD:
+            logit_peers = comm.column_buffers(max_seqs, weights.embed.dtype)
+        self._model = CudaLlama(spec, weights, max_model_len, comm, peers, logit_peers, SENDS_AHEAD)
         self._buckets = decode_buckets + prefill_buckets
         graph_plans = {bucket: decode_plan(bucket, max_rank) for bucket in decode_buckets}
         graph_plans |= {bucket: prefill_plan(bucket, max_seqs, max_rank) for bucket in prefill_buckets}
