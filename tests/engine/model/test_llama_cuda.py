@@ -116,7 +116,9 @@ class Both:
         num_rows = num_tokens + 3 * (kind == "onto")  # a graph's rows past the batch
         num_seqs = len(chunks) + 3 * (kind == "onto")
         batch = inputs.write(chunks, num_rows, num_seqs, int)
-        model = CudaLlama(self.spec, self.weights, 128, self.comm, *self.sets, sends_ahead=True)
+        model = CudaLlama(
+            self.spec, self.weights, 128, self.comm, self.sets[0], self.sets[1], sends_ahead=True
+        )
         modules = (model.qkv, model.o, model.gate_up, model.down)
         workspace = SgmvWorkspace(plan, modules, pool, self.table, inputs.device["lists"], self.split)
         workspace.poison()
