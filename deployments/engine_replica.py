@@ -43,7 +43,7 @@ class ReplicaSettings:
 
 
 def max_requests(engine: EngineConfig) -> int:
-    """That routers send to a replica: enough to fill seats as they come free, and no queue behind its back."""
+    """That routers send to a replica: enough to fill seats that come free, and no queue behind its back."""
     return 2 * engine.max_num_seqs
 
 
