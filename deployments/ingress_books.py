@@ -11,19 +11,21 @@ from collections.abc import AsyncGenerator, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from deployments.service import TokenSource, close
-from engine.errors import LorafleetError
+from engine.errors import EngineDead, LorafleetError, Overloaded, Unavailable
 from engine.request import GenerateRequest, OutputDelta
 
 # how a request ended, beside the codes of errors
 ANSWERED = "answered"
 LEFT = "left"  # by its client
 FAULT = "internal_error"
+# told as 0 before the first one: a rate misses what a series starts with
+USUAL = (ANSWERED, LEFT, *(str(error.default_code) for error in (EngineDead, Overloaded, Unavailable)))
 
 
 class IngressBooks:
     def __init__(self) -> None:
         self.num_waiting = 0  # requests without a first token
-        self.ended: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter(dict.fromkeys(USUAL, 0))
 
     def counted(self, source: TokenSource) -> CountedSource:
         return CountedSource(source, self)

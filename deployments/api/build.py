@@ -64,6 +64,7 @@ def build_api(
     app.post("/detokenize")(tokenization.detokenize)
     app.get("/health")(operations.health)
     app.get("/metrics")(operations.metrics)
+    app.get("/metrics/ingress")(operations.ingress_metrics)
     Dashboard(service).add_to(app)
     loading = RuntimeLoading(catalog, settings)
     enabled = settings.allow_runtime_loading

@@ -1,4 +1,4 @@
-"""GET /health and /metrics."""
+"""GET /health, /metrics and /metrics/ingress."""
 
 from __future__ import annotations
 
@@ -34,9 +34,15 @@ class Operations:
         return Response(status_code=200)
 
     async def metrics(self) -> Response:
-        pages = (
-            await self._service.metrics_text(),
-            text_of(self._books.families(self._ingress_id)),
-            render(self._catalog.facts()),
-        )
-        return PlainTextResponse("".join(pages), media_type=METRICS_MEDIA_TYPE)
+        return _page(await self._service.metrics_text() + self._of_ingress())
+
+    async def ingress_metrics(self) -> Response:
+        """Without the replicas' series: for who scrapes their own pages, too. Asks none of them."""
+        return _page(self._of_ingress())
+
+    def _of_ingress(self) -> str:
+        return text_of(self._books.families(self._ingress_id)) + render(self._catalog.facts())
+
+
+def _page(text: str) -> Response:
+    return PlainTextResponse(text, media_type=METRICS_MEDIA_TYPE)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import EngineDead, Overloaded, Unavailable
 from engine.request import GenerateRequest
-from tests.deployments.api.fake_fleet import BASE, FakeFleet, Step, steps
+from tests.deployments.api.fake_fleet import BASE, FakeFleet, FakeService, Step, steps
 
 pytestmark = pytest.mark.anyio
 
@@ -130,6 +130,28 @@ async def test_metrics_count_requests_that_no_replica_takes(fleet: FakeFleet) ->
     assert 'lorafleet_ingress_requests_waiting{ingress="i1"} 0' in page
 
 
+async def test_the_ingress_has_a_page_that_asks_no_replica(
+    fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.catalog.add("sql")
+    async with fleet.client(ingress_id="i1") as client:
+        await client.post("/v1/completions", json=GOOD)
+        whole = (await client.get("/metrics")).text
+        monkeypatch.delattr(FakeService, "metrics_text")
+        answer = await client.get("/metrics/ingress")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert ended_in(answer.text) == {"answered": 1}
+    families = {family.name for family in text_string_to_metric_families(answer.text)}
+    assert families == {
+        "lorafleet_ingress_requests_waiting",
+        "lorafleet_ingress_requests",
+        "lorafleet_catalog_adapters",
+        "lorafleet_catalog_kept",
+    }
+    assert whole == f"lorafleet_up 1\n{answer.text}", "the fleet's page is the replicas' and this one"
+
+
 async def test_metrics_tell_who_waits_and_who_left(fleet: FakeFleet) -> None:
     is_asked, never = asyncio.Event(), asyncio.Event()
 
@@ -155,7 +177,9 @@ def ended_in(page: str) -> dict[str, float]:
     families = text_string_to_metric_families(page)
     (family,) = (one for one in families if one.name == "lorafleet_ingress_requests")
     assert all(sample.labels["ingress"] == "i1" for sample in family.samples)
-    return {sample.labels["outcome"]: sample.value for sample in family.samples}
+    ended = {sample.labels["outcome"]: sample.value for sample in family.samples}
+    assert ended.keys() >= {"answered", "left", "overloaded", "unavailable", "engine_dead"}
+    return {outcome: count for outcome, count in ended.items() if count}
 
 
 async def test_openapi_describes_the_routes(fleet: FakeFleet) -> None:
