@@ -112,10 +112,13 @@ class AdapterControl:
         digest = self._manager.digest_of(name)
         if digest is None:
             return CallEvent(call_id, error=_not_loaded(name))
-        try:
-            self._pin(digest)
-        except Conflict as error:
-            return CallEvent(call_id, error=error)
+        if self._is_here(digest):
+            try:
+                self._pin(digest)
+            except Conflict as error:
+                return CallEvent(call_id, error=error)
+        else:
+            self._manager.want_again(digest)  # and pinned when it has been read
         self._pinned.add(name)
         self._stats.touched |= self._manager.names_of(digest)
         return CallEvent(call_id, result={})
@@ -164,7 +167,7 @@ class AdapterControl:
         self._scheduler.prefetcher.in_host(digest, image.num_pages)
         if is_hinted:
             self._hint(digest, image.num_pages)
-        if name in self._pinned:
+        if not self._pinned.isdisjoint(self._manager.names_of(digest)):
             # a version that finds no room is served unpinned; `pinned` in the statistics tells
             with suppress(Conflict):
                 self._pin(digest)

@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import Conflict, ModelNotFound, RequestTooLarge
 from engine.request import AdapterRef
-from tests.engine.fakes import Harness, image
+from tests.engine.fakes import PAGE_BYTES, Harness, image
 
 REFS = {name: AdapterRef(name, f"dir/{name}", "1") for name in "abc"}
 
@@ -99,6 +99,23 @@ def test_a_pinned_adapter_that_must_wait_for_room_is_loaded_later() -> None:
     harness.run()
     harness.step()
     assert resident(harness) == {"digest-1"}
+
+
+@pytest.mark.parametrize("read_as", ["a", "b"])
+def test_pinning_what_has_left_host_memory_reads_it_again(read_as: str) -> None:
+    """Under whatever name its content was read last."""
+    harness = Harness(host_cache_bytes=2 * PAGE_BYTES, max_adapters=2)
+    for name in dict.fromkeys(("a", read_as)):
+        harness.core.load_adapter(f"load-{name}", REFS[name])
+        harness.loaded(REFS[name], image(1))
+    harness.core.load_adapter("other", REFS["c"])
+    harness.loaded(REFS["c"], image(2))
+    assert "digest-1" not in harness.core.manager
+    assert pin(harness, "a") == {}
+    harness.loaded(REFS[read_as], image(1))
+    harness.step()
+    assert resident(harness) == {"digest-1"}
+    assert harness.core.memory.residency.is_pinned("digest-1")
 
 
 def test_a_name_stays_pinned_when_it_gets_a_new_version() -> None:
