@@ -48,7 +48,8 @@ class Hints:
     def __init__(self, policy: ResidencyPolicy) -> None:
         self._policy = policy
         self._looks: dict[Version, _Look] = {}  # oldest first
-        self._told: dict[str, dict[str, float]] = {}  # replica -> adapter -> until when it may be loading
+        # replica, told last at the end -> adapter -> until when it may be loading
+        self._told: dict[str, dict[str, float]] = {}
 
     @property
     def num_ahead(self) -> int:
@@ -102,7 +103,7 @@ class Hints:
             return []
         table.place(table[replica_id], adapter, now)
         self._looked(one, replica_id, now)
-        self._told.setdefault(replica_id, {})[adapter] = now + HINT_S
+        self._told[replica_id] = self._told.pop(replica_id, {}) | {adapter: now + HINT_S}
         return [Hint(replica_id, one.ref)]
 
     def _num_loads(self, replica: Replica, now: float) -> int:
@@ -122,6 +123,9 @@ class Hints:
         # a version whose request still waits is looked at again much sooner
         while self._looks and next(iter(self._looks.values())).until <= now - HINT_S:
             del self._looks[next(iter(self._looks))]
+        # a replica that is gone is not asked about again
+        while self._told and max(next(iter(self._told.values())).values()) <= now:
+            del self._told[next(iter(self._told))]
 
 
 def _version(one: Waiting) -> Version:

@@ -100,6 +100,18 @@ def test_a_replica_that_is_gone_is_not_told() -> None:
     assert hints.due([waiting("sql"), waiting("other")], 2 * HINT_S) == []
 
 
+def test_nothing_is_remembered_of_replicas_that_are_gone() -> None:
+    fleet = full_fleet(0)
+    hints = Hints(fleet)
+    for number in range(100):
+        name = f"r{number}"
+        fleet.table.add(name, SEATS, FULL)
+        fleet.table.tell(name, report(load=FULL), number)
+        assert told(hints.due([waiting(f"a{number}")], number)) == [(name, f"a{number}")]
+        fleet.table.remove(name)
+    assert len(hints._told) <= HINT_S + 1
+
+
 def test_a_replica_is_told_of_so_many_at_most_and_of_more_when_they_are_there() -> None:
     """Loads far ahead would push out what those in front need."""
     fleet = full_fleet(1)
