@@ -39,4 +39,5 @@ async def _call(replica: RunningReplica, ref: dict[str, str]) -> None:
             # not one of the requests that the router counts, and nothing that a full replica rejects
             await replica.try_send_request(call, with_rejection=False).get_async()
     except Exception as error:  # whatever it is: the request goes its way, and who is dead others find out
-        logger.debug("hint to %s: %r", replica.replica_id.unique_id, error)
+        # not its text: that may name where the adapter is, with credentials
+        logger.debug("hint to %s: %s", replica.replica_id.unique_id, type(error).__name__)

@@ -112,6 +112,23 @@ def test_a_hint_that_fails_harms_no_request(failure: Exception) -> None:
     run(main())
 
 
+def test_the_log_of_a_hint_that_fails_tells_nothing_of_where_adapters_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG")
+
+    async def main() -> None:
+        replica = Told("a", ValueError("s3://key:secret@bucket/sql"))
+        router = await full(replica)
+        calls = [ask(router, "sql")]
+        await asyncio.sleep(0.01)
+        await let_all_in(router, replica, calls)
+
+    run(main())
+    assert "hint to a: ValueError" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_replicas_that_hang_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """And hints are given up, and bounded meanwhile."""
     monkeypatch.setattr("router.hint_calls.HINT_S", 0.1)
