@@ -225,6 +225,29 @@ def test_its_books_follow_requests_broadcasts_and_rejections() -> None:
     run(main())
 
 
+def test_what_serve_takes_beyond_the_replicas_own_limit_is_not_for_requests() -> None:
+    """It is for statistics, health and hints; an answer below Serve's limit is no rejection."""
+
+    async def main() -> None:
+        a = StubReplica("a", max_ongoing=6)
+        a.replica_metadata["max_requests"] = 2
+        router = build(a)
+        for _ in range(2):
+            await route(router, request("sql"))
+        waiting = asyncio.create_task(route(router, request("sql")))
+        for answer in (2, 5):  # another router's requests, and other calls
+            router.on_new_queue_len_info(a.replica_id, answer)
+            assert router._table["a"].load == answer
+            await asyncio.sleep(0.02)
+            assert not waiting.done()
+        router.on_new_queue_len_info(a.replica_id, 2)
+        finish(router, a)
+        assert await waiting == "a"
+        router._table.check_invariants()
+
+    run(main())
+
+
 def test_stats_are_read_once_when_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         a = StubReplica("a", resident=["sql"], running=1, step_cost=[0.01, 1e-4, 1e-4, 1e-6])
