@@ -2,11 +2,11 @@
 
     python -m kernels.sgmv.bench            one JSON line a case
 
-A layer-set is qkv, o, gate_up and down of one layer in bf16, each followed by a stand-in for the op that
-reads its output (and, with LoRA, the delta). CUDA graphs of many layer-sets, each with weights of its own and
-LoRA weights of 2.5 times the L2 at least; added = graph with LoRA - graph without, medians of alternate
-replays, over the number of layer-sets. Prefill: the LoRA launches alone, in place. Tiles lie in shuffled
-2 MiB pages.
+A layer-set is qkv, o, gate_up and down of one layer in bf16, as kernels.linear computes them, each followed
+by a stand-in for the op that reads its output (and, with LoRA, the delta). CUDA graphs of many layer-sets, each
+with weights of its own and LoRA weights of 2.5 times the L2 at least; added = graph with LoRA - graph without,
+medians of alternate replays, over the number of layer-sets. Prefill: the LoRA launches alone, in place. Tiles
+lie in shuffled 2 MiB pages.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels.linear.triton import linear, tile_for
 from kernels.sgmv.bench_cases import CASES, Case
 from kernels.sgmv.lists import ListCounts, lists_size, write_lists
 from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
@@ -131,10 +132,11 @@ class CaseBench:
             x, y, weight = self.x[i], self.y[i], self.weights[layer][i]
 
             def gemm(x: torch.Tensor = x, y: torch.Tensor = y, weight: torch.Tensor = weight) -> torch.Tensor:
-                return torch.mm(x, weight.T, out=y)
+                return linear(x, weight, y)
 
             if lora:
-                _, delta = self.workspace.beside(x, module, layer, gemm)
+                is_ours = tile_for(len(x), weight) is not None
+                _, delta = self.workspace.beside(x, module, layer, gemm, leaves_room=is_ours)
                 torch.add(y, delta, out=self.read[i])
             else:
                 torch.neg(gemm(), out=self.read[i])
