@@ -146,7 +146,7 @@ class AdapterControl:
             assert loaded.image is not None
             end = self._on_image(loaded, loaded.image, is_hinted)
         else:
-            end = self._on_error(loaded, error)
+            end = self._on_error(loaded, error, is_hinted)
         if before is not None and not self._is_here(before):
             # it left host memory while requests were queued for it, and cannot be read again
             changed = Unavailable("the adapter changed at its source meanwhile", retry_after_s=1.0)
@@ -177,8 +177,11 @@ class AdapterControl:
         answers = [self._report(call_id, digest) for call_id in calls]
         return LoadEnd(name, digest, "disk" if image.is_from_disk else "source", ready, answers=answers)
 
-    def _on_error(self, loaded: Loaded, error: LorafleetError) -> LoadEnd:
+    def _on_error(self, loaded: Loaded, error: LorafleetError, is_hinted: bool) -> LoadEnd:
         name = loaded.ref.name
+        is_news = loaded.seconds > 0  # and not remembered of a request's load
+        if is_hinted and is_news and not loaded.waiters and not isinstance(error, AdapterRefused):
+            self._manager.forget_failure(loaded)
         if name in self._stats.adapters:
             self._stats.adapter(name).load_failures += 1
         calls, waiting = self._split(loaded.waiters)

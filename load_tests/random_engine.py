@@ -55,6 +55,8 @@ class HostLoader:
     def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
         raise error
 
+    def forget_failure(self, ref: AdapterRef) -> None: ...
+
     def close(self) -> None: ...
 
 

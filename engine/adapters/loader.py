@@ -110,6 +110,11 @@ class AdapterLoader:
         with self._lock:
             self._remember(_Key(ref.uri, ref.version), error)
 
+    def forget_failure(self, ref: AdapterRef) -> None:
+        """The next load of that version is tried again, whatever was remembered of the last one."""
+        with self._lock:
+            self._failures.pop(_Key(ref.uri, ref.version), None)
+
     def close(self) -> None:
         """No result is handed over any more. Reads end soon, or are given up."""
         with self._lock:

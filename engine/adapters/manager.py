@@ -39,6 +39,9 @@ class Loader(Protocol):
     def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
         """For a while, loads of that version fail with this error, and nothing is read."""
 
+    def forget_failure(self, ref: AdapterRef) -> None:
+        """The next load of that version is tried, whatever became of the last one."""
+
     def close(self) -> None: ...
 
 
@@ -204,6 +207,10 @@ class AdapterManager:
             self.drop(loaded.image.digest)
         else:
             self._free(loaded.image.digest)
+
+    def forget_failure(self, loaded: Loaded) -> None:
+        """Nobody waited for it: who asks next is not answered with it."""
+        self._loader.forget_failure(loaded.ref)
 
     def close(self) -> None:
         self._loader.close()

@@ -138,6 +138,8 @@ class Source:
     def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
         raise error
 
+    def forget_failure(self, ref: AdapterRef) -> None: ...
+
     def close(self) -> None: ...
 
     @property

@@ -72,6 +72,7 @@ class FakeRunner:
 class FakeLoader:
     submitted: list[AdapterRef] = field(default_factory=list)
     refused: dict[AdapterRef, AdapterRefused] = field(default_factory=dict)
+    forgotten: list[AdapterRef] = field(default_factory=list)
     is_closed: bool = False
 
     def submit(self, ref: AdapterRef) -> None:
@@ -80,6 +81,9 @@ class FakeLoader:
 
     def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
         self.refused[ref] = error
+
+    def forget_failure(self, ref: AdapterRef) -> None:
+        self.forgotten.append(ref)
 
     def close(self) -> None:
         self.is_closed = True

@@ -8,7 +8,7 @@ from engine.adapter_control import AdapterControl, LoadEnd
 from engine.adapters.image import AdapterImage
 from engine.adapters.loader import LoadResult
 from engine.adapters.manager import AdapterManager
-from engine.errors import AdapterRefused, ModelNotFound, Unavailable
+from engine.errors import AdapterRefused, LorafleetError, ModelNotFound, Unavailable
 from engine.events import CallEvent
 from engine.memory import PoolMemory
 from engine.request import AdapterRef
@@ -35,12 +35,12 @@ class Desk:
             self.manager, self.scheduler, self.stats, PAGE_BYTES, pinned, lambda: 0.0
         )
 
-    def loaded(self, ref: AdapterRef, result: AdapterImage | AdapterRefused) -> LoadEnd:
+    def loaded(self, ref: AdapterRef, result: AdapterImage | LorafleetError, seconds: float = 0.5) -> LoadEnd:
         self.loader.submitted.remove(ref)
-        is_error = isinstance(result, AdapterRefused)
-        end = self.control.on_loaded(
-            LoadResult(ref, None if is_error else result, result if is_error else None, 0.5)  # type: ignore[arg-type]
-        )
+        if isinstance(result, LorafleetError):
+            end = self.control.on_loaded(LoadResult(ref, None, result, seconds))
+        else:
+            end = self.control.on_loaded(LoadResult(ref, result, None, seconds))
         self.control.settle()
         self.manager.check_invariants()
         return end
@@ -154,3 +154,33 @@ def test_a_hint_outlives_the_load_that_it_asked_for(desk: Desk) -> None:
     plan = desk.scheduler.schedule(0.0, desk.manager)
     assert [load.digest for load in plan.loads] == ["digest-1"]
     assert not desk.scheduler.can_prefetch(0.0, desk.manager)
+
+
+def test_a_hint_that_fails_is_no_answer_to_the_request_behind_it(desk: Desk) -> None:
+    desk.control.prefetch(A)
+    desk.loaded(A, Unavailable("busy"))
+    assert desk.loader.forgotten == [A]
+
+
+@pytest.mark.parametrize(
+    ("error", "waiter", "seconds"),
+    [
+        (AdapterRefused("no DoRA"), None, 0.5),  # the same bytes will be refused again
+        (Unavailable("busy"), "r1", 0.5),
+        (Unavailable("busy"), None, 0.0),  # a request's load failed a moment ago
+    ],
+)
+def test_other_failures_are_remembered_though_it_was_hinted(
+    desk: Desk, error: LorafleetError, waiter: str | None, seconds: float
+) -> None:
+    desk.control.prefetch(A)
+    if waiter:
+        desk.manager.want(A, waiter)
+    desk.loaded(A, error, seconds)
+    assert desk.loader.forgotten == []
+
+
+def test_a_load_that_fails_unasked_and_unhinted_is_remembered(desk: Desk) -> None:
+    desk.manager.want(A)
+    desk.loaded(A, Unavailable("busy"))
+    assert desk.loader.forgotten == []

@@ -244,6 +244,18 @@ def test_a_failure_is_told_and_remembered_briefly(
     assert reads.counts == {"x": 3}
 
 
+def test_a_failure_that_is_forgotten_is_tried_again(make_fleet: Callable[..., Fleet], reads: Reads) -> None:
+    fleet = make_fleet()
+    reads.errors["x"] = Unavailable("busy")
+    fleet.submit("x")
+    assert fleet.result().image is None
+    del reads.errors["x"]
+    for name in "xy":  # nothing is remembered of the other one
+        fleet.loader.forget_failure(AdapterRef(name, name, "1"))
+    fleet.submit("x")
+    assert fleet.result().image is not None
+
+
 def test_what_is_refused_after_it_was_read_is_not_read_again(
     make_fleet: Callable[..., Fleet], reads: Reads
 ) -> None:

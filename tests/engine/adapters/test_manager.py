@@ -29,6 +29,8 @@ class FakeLoader:
     def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
         self.refused[ref] = error
 
+    def forget_failure(self, ref: AdapterRef) -> None: ...
+
     def close(self) -> None: ...
 
 
