@@ -3,10 +3,10 @@
     python -m kernels.sgmv.bench            one JSON line a case
 
 A layer-set is qkv, o, gate_up and down of one layer in bf16, as kernels.linear computes them, each followed
-by a stand-in for the op that reads its output (and, with LoRA, the delta). CUDA graphs of many layer-sets, each
-with weights of its own and LoRA weights of 2.5 times the L2 at least; added = graph with LoRA - graph without,
-medians of alternate replays, over the number of layer-sets. Prefill: the LoRA launches alone, in place. Tiles
-lie in shuffled 2 MiB pages.
+by a stand-in for the op that reads its output (and, with LoRA, the delta). CUDA graphs of many layer-sets,
+each with weights of its own and LoRA weights of 2.5 times the L2 at least; added = graph with LoRA - graph
+without, medians of alternate replays, over the number of layer-sets. Prefill: the LoRA launches alone, in
+place. Tiles lie in shuffled 2 MiB pages.
 """
 
 from __future__ import annotations
