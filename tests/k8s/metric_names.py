@@ -1,4 +1,4 @@
-"""Names of series: those that a replica exports, and those that an expression of Prometheus reads."""
+"""Names of series: those that a replica and an ingress export, and those that an expression reads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from deployments.catalog_metrics import render
 from deployments.exposition import text_of
+from deployments.ingress_books import IngressBooks
 from deployments.metrics import families
 from deployments.replica_books import ReplicaBooks
+from deployments.service import CatalogFacts
 from engine.stats import EngineStats
 
 LABEL_VALUES = re.compile(r"^label_values\((\w+), (\w+)\)$")
@@ -36,8 +39,16 @@ def exported() -> dict[str, set[str]]:
     }
     merged = books.merge_into(engine)
     merged["adapters"]["sql"]["finished"] = {"error": 1}
+    return _on(text_of(families([{"replica": "r1", **merged}], now=0.0)))
+
+
+def exported_by_ingress() -> dict[str, set[str]]:
+    """The same of the ingress's own page."""
+    return _on(text_of(IngressBooks().families("i1")) + render(CatalogFacts("file", {"ready": 1})))
+
+
+def _on(page: str) -> dict[str, set[str]]:
     names: dict[str, set[str]] = {}
-    page = text_of(families([{"replica": "r1", **merged}], now=0.0))
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             names.setdefault(sample.name, set()).update(sample.labels)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from k8s.dashboards.boards import BOARDS
-from tests.k8s.manifests import K8S, OVERLAYS, ROOT, containers, ray_service
+from tests.k8s.manifests import K8S, OVERLAYS, ROOT, built, containers, ray_service
 from tests.k8s.test_monitoring import rules
 
 GUIDE = ROOT / "docs" / "kubernetes.md"
@@ -77,6 +78,24 @@ def test_its_panel_and_its_series_exist() -> None:
     assert panel in {p.title for board in BOARDS if board.title == title for p in board.panels}
     recorded = {rule["record"] for rule in rules("record")}
     assert set(re.findall(r"\w+:lorafleet_\w+:\w+", STEPS)) <= recorded
+
+
+def test_its_patch_gives_a_scrape_its_key(tmp_path: Path) -> None:
+    monitoring = TEXT.partition("## Monitoring with API keys")[2].partition("\n## ")[0]
+    (patch,) = re.findall(r"^    patches:\n(?:     .*\n)+", monitoring, re.MULTILINE)
+    shutil.copytree(K8S, tmp_path / "k8s")
+    overlay = tmp_path / "k8s" / "overlays" / "monitoring" / "kustomization.yaml"
+    overlay.write_text(overlay.read_text() + textwrap.dedent(patch))
+    monitors = {
+        found["metadata"]["name"]: found["spec"]["podMetricsEndpoints"]
+        for found in built(overlay.parent)
+        if found["kind"] == "PodMonitor"
+    }
+    (endpoint,) = monitors.pop("lorafleet-ingress")
+    secret = endpoint["authorization"]["credentials"]
+    made = re.findall(r"create secret generic (\S+) --from-literal=(\w+)=", monitoring)
+    assert made == [(secret["name"], secret["key"])]
+    assert not any("authorization" in one for endpoints in monitors.values() for one in endpoints)
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.catalog_metrics import render as render_catalog
-from deployments.exposition import text_of as page_of
-from deployments.ingress_books import IngressBooks
 from deployments.metrics import render
-from deployments.service import CatalogFacts
 from k8s.dashboards.__main__ import path_of, text_of
 from k8s.dashboards.boards import BOARDS
 from k8s.dashboards.panels import Board
 from tests.k8s.manifests import ROOT, build, of_kind
-from tests.k8s.metric_names import LABEL_VALUES, exported, labels_of, read_by
+from tests.k8s.metric_names import LABEL_VALUES, exported, exported_by_ingress, labels_of, read_by
 
 SCENARIO = "overlays/monitoring"
 RULES_TEST = Path(__file__).with_name("rules_test.yaml")
@@ -71,8 +67,35 @@ def write_rules(tmp_path: Path, found: list[dict[str, Any]]) -> None:
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": found}))
 
 
+def scraped() -> dict[str, set[str]]:
+    """Labels by name of all series that Prometheus gets of ours."""
+    return exported() | exported_by_ingress()
+
+
+def family_of(name: str) -> str:
+    return re.sub(r"_(bucket|count|sum)$", "", name)
+
+
+def test_no_series_is_scraped_twice() -> None:
+    """The pages are of different families, and the one that any ingress gives is asked for at one place."""
+    assert not exported().keys() & exported_by_ingress().keys()
+    paths = {
+        monitor["metadata"]["name"]: (
+            endpoint["path"],
+            monitor["spec"]["selector"]["matchLabels"].get("app.kubernetes.io/component"),
+        )
+        for monitor in of_kind(SCENARIO, "PodMonitor")
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]
+        if "path" in endpoint
+    }
+    assert paths == {
+        "lorafleet-replicas": ("/metrics", "worker"),
+        "lorafleet-ingress": ("/metrics/ingress", "head"),
+    }
+
+
 def test_every_series_that_is_read_exists_with_its_labels() -> None:
-    names = exported()
+    names = scraped()
     recorded = {rule["record"] for rule in rules("record")}
     expressions = [*panel_expressions()]
     expressions += [
@@ -92,10 +115,8 @@ def test_every_series_that_is_read_exists_with_its_labels() -> None:
 
 def test_every_family_of_ours_is_on_a_dashboard() -> None:
     shown = set().union(*(read_by(expression) for _, expression in panel_expressions()))
-    families = {
-        re.sub(r"_(bucket|count|sum)$", "", name) for name in exported() if name.startswith("lorafleet_")
-    }
-    assert families - {re.sub(r"_(bucket|count|sum)$", "", name) for name in shown} == set()
+    families = {family_of(name) for name in scraped() if name.startswith("lorafleet_")}
+    assert families - {family_of(name) for name in shown} == set()
 
 
 def test_variables_are_labels_of_series() -> None:
@@ -173,15 +194,14 @@ def test_every_alert_is_tried_and_explained() -> None:
 
 
 def test_the_runbook_and_the_list_of_metrics_name_series_that_exist() -> None:
-    names = exported()
-    # told by the API's page alone, which Prometheus does not read in these manifests
-    page = render([]) + page_of(IngressBooks().families("i1")) + render_catalog(CatalogFacts("file", {}))
-    on_the_page = set(re.findall(r"^# TYPE (lorafleet_\w+)", page, re.MULTILINE))
-    families = names.keys() | on_the_page | {re.sub(r"_(bucket|count|sum)$", "", name) for name in names}
+    names = scraped()
+    # told by the API's /metrics alone, which Prometheus does not read in these manifests
+    of_the_fleet = set(re.findall(r"^# TYPE (lorafleet_\w+)", render([]), re.MULTILINE))
+    families = names.keys() | of_the_fleet | {family_of(name) for name in names}
     recorded = {rule["record"] for rule in rules("record")}
     for path in (RUNBOOK, METRICS):
         named = set(re.findall(r"\b(?:[a-z]+:)?lorafleet_\w+(?::\w+)?|\bvllm:\w+", path.read_text()))
         assert named <= families | recorded, path.name
     listed = set(re.findall(r"^\| `(\w+)`", METRICS.read_text(), re.MULTILINE))
-    families = {re.sub(r"_(bucket|count|sum)$", "", n) for n in names if n.startswith("lorafleet_")}
-    assert families | on_the_page == listed
+    families = {family_of(name) for name in names if name.startswith("lorafleet_")}
+    assert families | of_the_fleet == listed

@@ -199,7 +199,11 @@ def test_the_network_policy_opens_what_others_need_and_nothing_of_rays() -> None
                 by_namespace[name] = {port["port"] for port in rule["ports"]}
     ports = {port["name"]: port["containerPort"] for found in containers(scenario) for port in found["ports"]}
     assert by_namespace["ingress"] == {ports["serve"]}
-    scraped = ("lorafleet", "metrics", "as-metrics", "dash-metrics")
+    scraped = {
+        endpoint["port"]
+        for monitor in of_kind("overlays/monitoring", "PodMonitor")
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]
+    }
     assert by_namespace["monitoring"] == {ports[name] for name in scraped}
     assert not {ports["gcs"], ports["client"]} & set().union(*by_namespace.values())
 

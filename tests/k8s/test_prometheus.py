@@ -1,4 +1,4 @@
-"""Every panel's query, and every recorded rule, on a real Prometheus that scrapes a real replica at work."""
+"""Every panel's query and recorded rule, on a real Prometheus that scrapes a replica and an ingress at work."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+import uvicorn
 import yaml
 
 from deployments.config import AppArgs
@@ -27,7 +29,9 @@ from engine.errors import LorafleetError
 from engine.request import AdapterRef, GenerateRequest
 from engine.sampling_params import SamplingParams
 from engine.wire import encode_request
-from tests.k8s.test_monitoring import groups, panel_expressions, rules, substituted
+from tests.deployments.api.fake_fleet import BASE, FakeFleet
+from tests.k8s.manifests import of_kind
+from tests.k8s.test_monitoring import SCENARIO, groups, panel_expressions, rules, substituted
 from tests.tiny import make_adapter, make_llama
 
 pytestmark = pytest.mark.cluster
@@ -38,18 +42,29 @@ WINDOW = "10s"  # of rates; Prometheus scrapes every second
 
 
 @contextmanager
-def prometheus(folder: Path, target_port: int) -> Iterator[int]:
-    """Yields its port."""
+def prometheus(folder: Path, **ports: int) -> Iterator[int]:
+    """`ports`: by name of the monitor that tells the path there. Yields its own."""
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.skip("no prometheus: install the package prometheus")
     quick = [{**group, "interval": "1s"} for group in groups()]
     (folder / "rules.yaml").write_text(yaml.safe_dump({"groups": quick}).replace("[5m]", f"[{WINDOW}]"))
-    scrape = {"job_name": "replica", "static_configs": [{"targets": [f"127.0.0.1:{target_port}"]}]}
+    paths = {
+        monitor["metadata"]["name"]: monitor["spec"]["podMetricsEndpoints"][0].get("path")
+        for monitor in of_kind(SCENARIO, "PodMonitor")
+    }
+    scrapes = [
+        {
+            "job_name": name,
+            "metrics_path": paths[f"lorafleet-{name}"],
+            "static_configs": [{"targets": [f"127.0.0.1:{port}"]}],
+        }
+        for name, port in ports.items()
+    ]
     config = {
         "global": {"scrape_interval": "1s"},
         "rule_files": ["rules.yaml"],
-        "scrape_configs": [scrape],
+        "scrape_configs": scrapes,
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     with socket.socket() as probe:
@@ -94,6 +109,29 @@ async def leave_early(replica: EngineReplica) -> None:
         await anext(stream)
 
 
+@asynccontextmanager
+async def ingress() -> AsyncIterator[int]:
+    """Over a scripted fleet. Yields its port."""
+    fleet = FakeFleet()
+    fleet.catalog.add("sql")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()  # who comes before the server waits
+        server = uvicorn.Server(uvicorn.Config(fleet.app(), log_level="warning"))
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        yield sock.getsockname()[1]
+        server.should_exit = True
+        await serving
+
+
+async def ask_ingress(port: int, enough: asyncio.Event) -> None:
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        while not enough.is_set():
+            answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "hi"})
+            assert answer.status_code == 200
+            await asyncio.sleep(0.2)
+
+
 async def stay_busy(replica: EngineReplica, enough: asyncio.Event) -> None:
     """So that each scrape finds somebody running."""
     while not enough.is_set():
@@ -131,13 +169,16 @@ def results(folder: Path) -> dict[str, list[dict[str, Any]]]:
         replica = EngineReplica(args.engine_config(), ReplicaSettings(metrics_port=0), "r1")
         await replica.start()
         assert replica.metrics_port is not None
-        with prometheus(folder, replica.metrics_port) as port:
-            enough = asyncio.Event()
-            working = asyncio.gather(work(replica, refs, enough), stay_busy(replica, enough))
-            await asyncio.sleep(AT_WORK_S)
-            found = await asyncio.to_thread(lambda: {f"{where}: {e}": ask(port, e) for where, e in asked})
-            enough.set()
-            await working
+        async with ingress() as api:
+            with prometheus(folder, replicas=replica.metrics_port, ingress=api) as port:
+                enough = asyncio.Event()
+                working = asyncio.gather(
+                    work(replica, refs, enough), stay_busy(replica, enough), ask_ingress(api, enough)
+                )
+                await asyncio.sleep(AT_WORK_S)
+                found = await asyncio.to_thread(lambda: {f"{where}: {e}": ask(port, e) for where, e in asked})
+                enough.set()
+                await working
         await replica.stop()
         return found
 

@@ -13,9 +13,9 @@ from tests.deployments.api.fake_fleet import BASE, FakeFleet
 DIGESTS = (digest_key("first"), digest_key("second"))
 ROUTES = [
     ("GET", "/v1/models"), ("GET", f"/v1/models/{BASE}"), ("GET", "/metrics"),
-    ("GET", "/metrics/ingress"), ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/nowhere"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
-    ("POST", "/tokenize"), ("POST", "/detokenize"), ("POST", "/v1/load_lora_adapter"),
-    ("POST", "/v1/unload_lora_adapter"),
+    ("GET", "/metrics/ingress"), ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/nowhere"),
+    ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"),
+    ("POST", "/detokenize"), ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"),
 ]  # fmt: skip
 
 
