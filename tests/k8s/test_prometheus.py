@@ -1,4 +1,4 @@
-"""Every panel's query and recorded rule, on a real Prometheus that scrapes a replica and an ingress at work."""
+"""Every query of a panel and recorded rule, on a real Prometheus that scrapes a replica and an ingress."""
 
 from __future__ import annotations
 
