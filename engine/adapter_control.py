@@ -215,12 +215,10 @@ class AdapterControl:
         return digest in self._manager or self._memory.residency.get(digest) is not None
 
     def _needed(self) -> frozenset[str]:
-        """Digests that waiting requests will copy from host memory."""
-        return frozenset(
-            s.digest
-            for s in self._scheduler.waiting
-            if s.digest and self._memory.residency.get(s.digest) is None
-        )
+        """Digests to copy from host memory: for waiting requests, and pinned ones that wait for room."""
+        residency = self._memory.residency
+        waiting = {s.digest for s in self._scheduler.waiting if s.digest and residency.get(s.digest) is None}
+        return frozenset(waiting | residency.absent_pinned.keys())
 
     def _hint(self, digest: str, num_pages: int) -> None:
         self._scheduler.prefetcher.hint(digest, num_pages, self._clock())

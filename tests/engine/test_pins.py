@@ -118,6 +118,22 @@ def test_pinning_what_has_left_host_memory_reads_it_again(read_as: str) -> None:
     assert harness.core.memory.residency.is_pinned("digest-1")
 
 
+def test_a_pinned_adapter_that_waits_for_room_stays_in_host_memory() -> None:
+    """Nobody would read it again: no request waits for it."""
+    harness = Harness(num_pages=20, prefix_cache=False, host_cache_bytes=12 * PAGE_BYTES)
+    for request_id in ("one", "two"):  # 6 pages each
+        harness.add(request_id, length=20, max_tokens=4)
+    harness.step()
+    harness.core.load_adapter("load", REFS["a"])
+    harness.loaded(REFS["a"], image(1, num_pages=11))
+    assert pin(harness, "a") == {}
+    harness.core.load_adapter("other", REFS["b"])
+    harness.loaded(REFS["b"], image(2))
+    harness.run()
+    harness.step()
+    assert resident(harness) == {"digest-1"}
+
+
 def test_a_name_stays_pinned_when_it_gets_a_new_version() -> None:
     harness = Harness(max_adapters=3, pinned_adapters=("a",))
     use(harness, "a", 1)
