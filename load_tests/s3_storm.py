@@ -22,6 +22,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -59,6 +60,7 @@ from load_tests.cold_bench import (
 )
 from load_tests.random_engine import PAGE_TOKENS, SHAPE, SPEC, RandomEngine, as_in_serving, random_weights
 
+COMMAND = "python -m load_tests.s3_storm"
 BUCKET = "lorafleet-storm"
 RANK = 16
 NUM_SHARED = 8  # adapters of the streams
@@ -234,7 +236,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{r['case']:28} {r['metric']:40} {r['value']:10.2f} {r['unit']}", flush=True)
     bench.source.loader.close()
     if args.out:
-        result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}
+        conditions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        result = {
+            "command": COMMAND,
+            "endpoint": os.environ.get("AWS_ENDPOINT_URL"),
+            **conditions,
+            "rows": rows,
+        }
         (args.out / "h200_s3_storm.json").write_text(json.dumps(result, indent=2) + "\n")
     return 0
 

@@ -97,7 +97,7 @@ class Worker:
         except LorafleetError as e:
             error = e.to_dict()
         except Exception:
-            logger.exception("reading a part of %s failed", uri)
+            logger.exception("reading a rank's part of adapter load %d failed", number)
             error = LorafleetError("internal error while the adapter was loaded").to_dict()
         else:
             digest = image.digest
