@@ -218,7 +218,7 @@ class CudaLlama:
         sets = self._logit_peers
         if sets is None or len(hidden) > sets[0].max_rows:
             return self._comm.gather_columns(linear(hidden, self.weights.lm_head, out))
-        peers = sets[self._num_gathered % 2]
+        peers = sets[self._num_gathered % len(sets)]
         self._num_gathered += 1
         own, is_sent = linear_to_peers(hidden, self.weights.lm_head, peers, out)
         return gather_columns(own, peers, is_sent)
