@@ -8,9 +8,8 @@ Shapes: T tokens, E hidden size, H query heads, D head size, X qkv columns, I in
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -40,50 +39,26 @@ class Linear(NamedTuple):
     is_sent: bool = False  # to the other ranks, which want to sum it
 
 
-class Branch(ABC):
+class Branch(Protocol):
     """How a step's adapters take part in it."""
 
     pdl: bool
     """Kernels may be launched before the one before has ended: in graphs, where it pays (kernels.rotary)."""
 
-    @abstractmethod
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear: ...
 
-    def row_parallel(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        module: FusedModule,
-        layer: int,
-        peers: PeerBuffers | None,
-    ) -> Linear:
-        """A linear whose outputs are summed over the ranks, by way of `peers` if there are any."""
-        return self.linear(x, weight, module, layer)
-
-    @abstractmethod
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
     ) -> torch.Tensor:
         """silu_mul of gate_up, what adapters add to it included."""
 
 
-class NoAdapters(Branch):
+class NoAdapters:
     def __init__(self, pdl: bool) -> None:
         self.pdl = pdl
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
         return Linear(linear(x, weight, pdl=self.pdl))
-
-    def row_parallel(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        module: FusedModule,
-        layer: int,
-        peers: PeerBuffers | None,
-    ) -> Linear:
-        y, is_sent = linear_to_peers(x, weight, peers, pdl=self.pdl)
-        return Linear(y, is_sent=is_sent)
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
@@ -91,7 +66,7 @@ class NoAdapters(Branch):
         return silu_mul(linear(x, weight, pdl=self.pdl), pdl=self.pdl)
 
 
-class BesideBase(Branch):
+class BesideBase:
     """Few tokens: each adapter branch runs beside its base product, on a stream of its own."""
 
     def __init__(self, workspace: SgmvWorkspace, pdl: bool) -> None:
@@ -109,7 +84,7 @@ class BesideBase(Branch):
         return silu_mul(y, delta, slots, pdl=self.pdl)
 
 
-class OntoBase(Branch):
+class OntoBase:
     """Many tokens in a graph, which serves any counts: the adapters' branch adds to the base product."""
 
     pdl = False
@@ -128,7 +103,7 @@ class OntoBase(Branch):
         return silu_mul(self.linear(x, weight, module, layer).y)
 
 
-class AfterBase(Branch):
+class AfterBase:
     """Many tokens: the adapters' branch first, and the base product adds to it."""
 
     pdl = False
@@ -194,7 +169,6 @@ class CudaLlama:
         """
         eps, layers, pdl = self.spec.rms_norm_eps, self.weights.layers, branch.pdl
         peer_sets = self._peer_sets(len(token_ids))
-        senders = peer_sets if self._sends_ahead else (None, None)
         cos_TD, sin_TD = self._cos_PD[positions], self._sin_PD[positions]
         residual_TE = embed(token_ids, sampled, self.weights.embed)
         h_TE = rms_norm(residual_TE, layers[0].input_norm, eps)
@@ -204,10 +178,10 @@ class CudaLlama:
             rows = slots if delta is not None else None
             q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows, pdl=pdl)
             o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention, pdl=pdl)
-            partial = branch.row_parallel(o_THD.flatten(1), layer.o, self.o, i, senders[0])
+            partial = self._row_parallel(branch, o_THD.flatten(1), layer.o, self.o, i, peer_sets[0])
             h_TE = self._add_norm(residual_TE, partial, layer.post_norm, slots, pdl, peer_sets[0])
             act_TI = branch.gated(h_TE, layer.gate_up, self.gate_up, i, slots)
-            partial = branch.row_parallel(act_TI, layer.down, self.down, i, senders[1])
+            partial = self._row_parallel(branch, act_TI, layer.down, self.down, i, peer_sets[1])
             is_last = i + 1 == len(layers)
             norm = self.weights.final_norm if is_last else layers[i + 1].input_norm
             h_TE = self._add_norm(residual_TE, partial, norm, slots, pdl, peer_sets[1])
@@ -228,6 +202,21 @@ class CudaLlama:
         if self._peers is None or num_rows > self._peers[0].max_rows:
             return None, None
         return self._peers
+
+    def _row_parallel(
+        self,
+        branch: Branch,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        peers: PeerBuffers | None,
+    ) -> Linear:
+        """This rank's part of a sum; sent at once where nothing is added to it."""
+        if peers is None or not self._sends_ahead or not isinstance(branch, NoAdapters):
+            return branch.linear(x, weight, module, layer)
+        y, is_sent = linear_to_peers(x, weight, peers, pdl=branch.pdl)
+        return Linear(y, is_sent=is_sent)
 
     def _add_norm(
         self,

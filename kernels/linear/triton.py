@@ -28,8 +28,8 @@ def linear(
 ) -> torch.Tensor:
     """x [T, in], weight [out, in], both contiguous -> [T, out], a new tensor, or `out`.
 
-    pdl: as of rotary_kv_write, where this is not left to cuBLAS. Not for a product beside a LoRA branch: it
-    would take the multiprocessors before the branch can start.
+    pdl: as of rotary_kv_write, where this is not left to cuBLAS. Not for a product beside a LoRA branch: its
+    tokens have not been compared with that.
     """
     out = x.new_empty(len(x), len(weight)) if out is None else out
     tile = tile_for(len(x), weight)
@@ -41,19 +41,18 @@ def linear(
 def linear_to_peers(
     x: torch.Tensor,
     weight: torch.Tensor,
-    peers: PeerBuffers | None,
+    peers: PeerBuffers,
     out: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, bool]:
-    """As `linear`, and whether what came out was sent to the other ranks, who want it.
+    """As `linear`, and whether what came out was sent to the other ranks, who want it: not by cuBLAS.
 
-    Each program sends what it has computed while others still compute, so they have less to wait for. Left to
-    cuBLAS, or without `peers`, nothing is sent.
+    Each program sends what it has computed while others still compute, so they have less to wait for.
     """
-    tile = tile_for(len(x), weight)
-    if tile is None or peers is None:
-        return linear(x, weight, out, pdl), False
     out = x.new_empty(len(x), len(weight)) if out is None else out
+    tile = tile_for(len(x), weight)
+    if tile is None:
+        return torch.mm(x, weight.T, out=out), False
     return small_linear(x, weight, tile, out, pdl, peers=peers), True
 
 

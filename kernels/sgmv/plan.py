@@ -96,8 +96,8 @@ def decode_plan(max_tokens: int, max_rank: int) -> SgmvPlan:
         min_chunks=4,
         max_splits=16,
         num_warps=4,
-        # All chunks are on their way at once. Beside a base product of our own the 48 KiB for that would have
-        # to wait; the 24 KiB of three stages find room on its multiprocessors.
+        # All chunks are on their way at once. There is no room for the 48 KiB of that beside a base product
+        # of our own with 64 rows; there is for the 24 KiB of three stages.
         num_stages=3 if has_tile(max_tokens) else 5,
     )
     expand = ExpandTile(rows=4, columns=512, tiles=1, num_warps=2)
