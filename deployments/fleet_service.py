@@ -114,7 +114,7 @@ class FleetService(Replicas):
             results = await self._results(method, *args, timeout_s=CONTROL_TIMEOUT_S)
         except Unavailable:
             return [], 0
-        answers = [result for result in results if not isinstance(result, Exception)]
+        answers = _came(results)
         return answers, len(results) - len(answers)
 
     async def check_health(self) -> None:
@@ -167,8 +167,12 @@ async def _result(sent: Any, timeout_s: float) -> Any:
         return error
 
 
+def _came(results: Sequence[Any]) -> list[dict[str, Any]]:
+    return [result for result in results if not isinstance(result, Exception)]
+
+
 def _answers(results: Sequence[Any]) -> list[dict[str, Any]]:
-    answers = [result for result in results if not isinstance(result, Exception)]
+    answers = _came(results)
     if not answers:
         raise _no_replica() from next(iter(results), None)
     return answers

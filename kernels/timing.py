@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 READ_BYTES_PER_US = 4_531_000  # of a kernel that only reads, measured on an H200
 FLOPS_PER_US = 764e6  # of an 8192^3 bf16 product, measured on an H200
@@ -43,6 +44,13 @@ def graph_us(calls: Sequence[Callable[[], object]], num_replays: int = 15) -> fl
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000 / len(calls))
     return statistics.median(times[3:])
+
+
+def slowest_us(us: float) -> float:
+    """Of all ranks of the default process group, on GPUs."""
+    slowest = torch.tensor([us], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 def report(case: str, us: float, floor_us: float, **more: float | str) -> None:

@@ -18,7 +18,7 @@ from kernels.all_reduce.triton import all_reduce_add_rms_norm
 from kernels.peers.sharing import share_memory
 from kernels.peers.triton import NUM_SETS
 from kernels.rms_norm.triton import add_rms_norm
-from kernels.timing import graph_us
+from kernels.timing import graph_us, slowest_us
 
 WIDTH, EPS, CALLS = 4096, 1e-5, 64
 
@@ -28,7 +28,7 @@ def main() -> int:
     dist.init_process_group("nccl")
     torch.manual_seed(dist.get_rank())
     for num_rows in (1, 8, 64, 256):
-        fused, nccl = (_slowest(us) for us in measure(num_rows))
+        fused, nccl = (slowest_us(us) for us in measure(num_rows))
         if dist.get_rank() == 0:
             sys.stdout.write(f"{num_rows:4} rows: {fused:6.2f} us fused, {nccl:6.2f} us with NCCL\n")
     dist.destroy_process_group()
@@ -56,12 +56,6 @@ def measure(num_rows: int) -> tuple[float, float]:
         add_rms_norm(residual, y, weight, EPS)
 
     return graph_us([fused(i) for i in range(CALLS)]), graph_us([nccl] * CALLS)
-
-
-def _slowest(us: float) -> float:
-    slowest = torch.tensor([us], device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
 
 
 def _randn(*shape: int) -> torch.Tensor:

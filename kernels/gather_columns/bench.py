@@ -17,7 +17,7 @@ import torch.distributed as dist
 from kernels.gather_columns.triton import gather_columns
 from kernels.peers.sharing import share_memory
 from kernels.peers.triton import NUM_SETS
-from kernels.timing import graph_us, report
+from kernels.timing import graph_us, report, slowest_us
 
 VOCAB, CALLS = 128_256, 16
 LINK_BYTES_PER_US = 400_000
@@ -50,16 +50,10 @@ def measure(num_rows: int) -> None:
 
     assert torch.equal(ours(0)(), nccl())
     ours(1)()  # so that the graph begins with the first set
-    us, nccl_us = (_slowest(graph_us(calls)) for calls in ([ours(i) for i in range(CALLS)], [nccl] * CALLS))
+    us, nccl_us = (slowest_us(graph_us(calls)) for calls in ([ours(i) for i in range(CALLS)], [nccl] * CALLS))
     if dist.get_rank() == 0:
         floor_us = (world - 1) * own.nbytes / LINK_BYTES_PER_US
         report(f"gather_columns {num_rows} x {VOCAB}", us, floor_us, nccl_us=round(nccl_us, 2))
-
-
-def _slowest(us: float) -> float:
-    slowest = torch.tensor([us], device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
 
 
 if __name__ == "__main__":

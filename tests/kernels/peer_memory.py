@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
 import torch
 
 from kernels.linear.tiles import Tile
 from kernels.linear.triton import small_linear
-from kernels.peers.triton import EMPTY, PeerBuffers, split_symmetric, symmetric_bytes
+from kernels.peers.triton import EMPTY, NUM_SETS, PeerBuffers, split_symmetric, symmetric_bytes
 from tests.kernels.triton_cases import DEVICE
 
 Sets = tuple[PeerBuffers, PeerBuffers]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Call(Protocol[T_co]):
+    def run(self, rank: int, peers: PeerBuffers) -> T_co: ...
+
 
 _TILE = Tile(rows=16, columns=32, block_k=64, weight_first=True, num_stages=2)
 
@@ -28,10 +38,27 @@ def are_empty(sets: list[Sets]) -> bool:
     return all(bool((rows.view(torch.uint8) == EMPTY).all()) for peers in sets[0] for rows in peers.rows)
 
 
-def make_empty(sets: list[Sets]) -> None:
+def run_alone(call: Call[object], rank: int, sets: list[Sets]) -> None:
+    """As if all others had been here, to compile it: who compiles holds up launches that others wait for."""
+    sets[rank][0].rows[rank].zero_()
+    call.run(rank, sets[rank][0])
     for peers in sets[0]:
         for rows in peers.rows:
             rows.view(torch.uint8).fill_(EMPTY)
+
+
+def run_in_streams(calls: Sequence[Call[T_co]], sets: list[Sets]) -> list[list[T_co]]:
+    """Of each call what each rank has, every rank on a stream of its own."""
+    streams = [torch.cuda.Stream() for _ in sets]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    results: list[list[T_co]] = []
+    for i, call in enumerate(calls):
+        results.append([])
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[-1].append(call.run(rank, sets[rank][i % NUM_SETS]))
+    torch.cuda.synchronize()
+    return results
 
 
 def compute_and_send(y: torch.Tensor, peers: PeerBuffers) -> torch.Tensor:

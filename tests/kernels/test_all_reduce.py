@@ -12,7 +12,15 @@ from torch.multiprocessing.spawn import start_processes
 from kernels.all_reduce.reference import all_reduce_add_rms_norm as reference
 from kernels.all_reduce.triton import all_reduce_add_rms_norm
 from kernels.peers.triton import NUM_SETS, PeerBuffers
-from tests.kernels.peer_memory import Sets, are_empty, can_compute, compute_and_send, make_empty, shared_sets
+from tests.kernels.peer_memory import (
+    Sets,
+    are_empty,
+    can_compute,
+    compute_and_send,
+    run_alone,
+    run_in_streams,
+    shared_sets,
+)
 from tests.kernels.triton_cases import DEVICE, ULP, adapter_slots
 
 EPS = 1e-5
@@ -95,9 +103,6 @@ def test_ranks_in_streams_equal_the_reference(
     monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, row_bytes: MOST_PROGRAMS)
     sets = shared_sets(world, MAX_ROWS, width, dtype)
     calls = make_calls(world, width, dtype)
-    streams = [torch.cuda.Stream() for _ in range(world)]  # type: ignore[no-untyped-call]
-    results: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-    # compiled before: a launch that compiles would wait for kernels that wait for it
     warm = make_calls(1, width, dtype)
     for has_delta, is_sent in ((False, False), (True, False), (False, can_compute(dtype))):
         for rank in range(world):
@@ -106,17 +111,8 @@ def test_ranks_in_streams_equal_the_reference(
                 deltas=warm[has_delta].deltas * world,
                 senders=(rank,) if is_sent else (),
             )
-            sets[rank][0].rows[rank].zero_()  # as if all others had been here
-            call.run(rank, sets[rank][0])
-            make_empty(sets)
-    torch.cuda.synchronize()
-    for i, call in enumerate(calls):
-        results.append([])
-        for rank, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                results[-1].append(call.run(rank, sets[rank][i % NUM_SETS]))
-    torch.cuda.synchronize()
-    for call, ranks in zip(calls, results, strict=True):
+            run_alone(call, rank, sets)
+    for call, ranks in zip(calls, run_in_streams(calls, sets), strict=True):
         for residual, out in ranks:
             check(call, residual, out)
 

@@ -11,7 +11,15 @@ from torch.multiprocessing.spawn import start_processes
 from kernels.gather_columns.reference import gather_columns as reference
 from kernels.gather_columns.triton import gather_columns
 from kernels.peers.triton import NUM_SETS, PeerBuffers
-from tests.kernels.peer_memory import Sets, are_empty, can_compute, compute_and_send, make_empty, shared_sets
+from tests.kernels.peer_memory import (
+    Sets,
+    are_empty,
+    can_compute,
+    compute_and_send,
+    run_alone,
+    run_in_streams,
+    shared_sets,
+)
 from tests.kernels.triton_cases import DEVICE
 
 MAX_ROWS = 8
@@ -72,23 +80,11 @@ def _run_rank(rank: int, sets: list[Sets]) -> None:
 def test_ranks_in_streams_equal_the_reference(world: int, dtype: torch.dtype) -> None:
     sets = shared_sets(world, MAX_ROWS, 1000, dtype)
     calls = make_calls(world, 1000, dtype)
-    # compiled before: a launch that compiles would wait for kernels that wait for it
     warm = Call([calls[1].parts[0]] * world, ())
     for is_sent in {False, can_compute(dtype)}:
         for rank in range(world):
-            sets[rank][0].rows[rank].zero_()  # as if all others had been here
-            warm._replace(senders=(rank,) if is_sent else ()).run(rank, sets[rank][0])
-            make_empty(sets)
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in range(world)]  # type: ignore[no-untyped-call]
-    results: list[list[torch.Tensor]] = []
-    for i, call in enumerate(calls):
-        results.append([])
-        for rank, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                results[-1].append(call.run(rank, sets[rank][i % NUM_SETS]))
-    torch.cuda.synchronize()
-    for call, ranks in zip(calls, results, strict=True):
+            run_alone(warm._replace(senders=(rank,) if is_sent else ()), rank, sets)
+    for call, ranks in zip(calls, run_in_streams(calls, sets), strict=True):
         for got in ranks:
             torch.testing.assert_close(got, reference(call.parts), rtol=0, atol=0, equal_nan=True)
     assert are_empty(sets)
