@@ -110,8 +110,8 @@ class SgmvWorkspace:
         main = torch.cuda.current_stream(x.device)
         self._side.wait_stream(main)
         # A GEMM that leaves room goes first, and LoRA runs beside it once all its CTAs have an SM. One of
-        # cuBLAS fills an SM, so CTAs of LoRA go before or after its own; but the longest leaves some SMs free,
-        # long enough for LoRA.
+        # cuBLAS fills an SM, so CTAs of LoRA go before or after its own; but the longest leaves some SMs
+        # free, long enough for LoRA.
         y = gemm() if leaves_room or module == self._widest else None
         with torch.cuda.stream(self._side):
             self._run(delta, x, module, layer, None, add=False, pdl=pdl and self._split is None)

@@ -29,6 +29,16 @@ def pin(harness: Harness, name: str) -> object:
     return harness.answers[call_id]
 
 
+def pin_without_room(harness: Harness) -> None:
+    """Of 20 pages two requests take 12; `a` takes 11."""
+    for request_id in ("one", "two"):
+        harness.add(request_id, length=20, max_tokens=4)
+    harness.step()
+    harness.core.load_adapter("load", REFS["a"])
+    harness.loaded(REFS["a"], image(1, num_pages=11))
+    assert pin(harness, "a") == {}
+
+
 def test_a_pinned_adapter_stays_when_others_need_its_slot_and_goes_when_it_is_unpinned() -> None:
     harness = Harness(max_adapters=2)
     use(harness, "a", 1)
@@ -88,12 +98,7 @@ def test_a_pinned_adapter_is_loaded_without_any_request() -> None:
 
 def test_a_pinned_adapter_that_must_wait_for_room_is_loaded_later() -> None:
     harness = Harness(num_pages=20, prefix_cache=False)
-    for request_id in ("one", "two"):  # 6 pages each
-        harness.add(request_id, length=20, max_tokens=4)
-    harness.step()
-    harness.core.load_adapter("load", REFS["a"])
-    harness.loaded(REFS["a"], image(1, num_pages=11))
-    assert pin(harness, "a") == {}
+    pin_without_room(harness)
     harness.step()
     assert resident(harness) == set()
     harness.run()
@@ -121,12 +126,7 @@ def test_pinning_what_has_left_host_memory_reads_it_again(read_as: str) -> None:
 def test_a_pinned_adapter_that_waits_for_room_stays_in_host_memory() -> None:
     """Nobody would read it again: no request waits for it."""
     harness = Harness(num_pages=20, prefix_cache=False, host_cache_bytes=12 * PAGE_BYTES)
-    for request_id in ("one", "two"):  # 6 pages each
-        harness.add(request_id, length=20, max_tokens=4)
-    harness.step()
-    harness.core.load_adapter("load", REFS["a"])
-    harness.loaded(REFS["a"], image(1, num_pages=11))
-    assert pin(harness, "a") == {}
+    pin_without_room(harness)
     harness.core.load_adapter("other", REFS["b"])
     harness.loaded(REFS["b"], image(2))
     harness.run()
