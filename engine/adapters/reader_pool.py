@@ -1,7 +1,7 @@
 """Several processes that read adapters, where there are cores for them.
 
-One moved 0.54 GB/s from a local S3 on a host of 32 cores, its GIL seems to be what it ran out of; four moved
-1.93 GB/s (`python -m load_tests.s3_storm`).
+In a storm from a local S3 one moved 0.54 GB/s, its GIL seems to be what it ran out of; four moved 1.6, and
+1.93 without the storm's requests (`python -m load_tests.s3_storm`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_LINK_BYTES = 8 << 20
-"""That a rank may send for one sum. Measured up to 2 MiB, where NCCL takes 2.5 times as long."""
+"""That a rank may send at once. Measured for sums up to 2 MiB, where NCCL takes 2.5 times as long, and for
+logits of 8, where it takes 2.4 times.
+"""
 
 _first_group: weakref.ref[dist.ProcessGroup] | None = None
 """In which this process has shared memory. PyTorch goes by a group's name, which all default groups have in
