@@ -22,6 +22,7 @@ from kernels.add_delta.triton import add_delta
 from kernels.all_reduce.triton import all_reduce_add_rms_norm
 from kernels.embedding.triton import embed
 from kernels.gather_columns.triton import gather_columns
+from kernels.linear.tiles import has_tile
 from kernels.linear.triton import linear, linear_to_peers, tile_for
 from kernels.paged_attention.triton import AttentionPlan, paged_attention
 from kernels.peers.triton import PeerBuffers
@@ -36,7 +37,15 @@ from kernels.silu_mul.triton import silu_mul
 class Linear(NamedTuple):
     y: torch.Tensor
     delta: torch.Tensor | None = None  # still to be added
-    is_sent: bool = False  # to the other ranks, which want to sum it
+    is_sent: bool = False  # y, to the other ranks, which want to sum it
+    is_delta_sent: bool = False
+
+
+class SumPeers(NamedTuple):
+    """Of one set, to sum row-parallel products over the ranks."""
+
+    parts: PeerBuffers
+    deltas: PeerBuffers | None  # what adapters add goes apart; None: with the parts
 
 
 class Branch(Protocol):
@@ -45,7 +54,15 @@ class Branch(Protocol):
     pdl: bool
     """Kernels may be launched before the one before has ended: in graphs, where it pays (kernels.rotary)."""
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear: ...
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        peers: SumPeers | None = None,
+    ) -> Linear:
+        """`peers`: where y is to be summed over the ranks, and may be sent at once."""
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
@@ -57,8 +74,16 @@ class NoAdapters:
     def __init__(self, pdl: bool) -> None:
         self.pdl = pdl
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
-        return Linear(linear(x, weight, pdl=self.pdl))
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        peers: SumPeers | None = None,
+    ) -> Linear:
+        y, is_sent = _base_linear(x, weight, peers, self.pdl)
+        return Linear(y, is_sent=is_sent)
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
@@ -73,15 +98,33 @@ class BesideBase:
         self.pdl = pdl
         self._workspace = workspace
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        peers: SumPeers | None = None,
+    ) -> Linear:
         is_ours = tile_for(len(x), weight) is not None
-        return Linear(*self._workspace.beside(x, module, layer, lambda: linear(x, weight), self.pdl, is_ours))
+        if peers is not None and peers.deltas is None:
+            peers = None  # y goes with what is added to it
+        (y, is_sent), delta = self._workspace.beside(
+            x,
+            module,
+            layer,
+            gemm=lambda: _base_linear(x, weight, peers, self.pdl),
+            pdl=self.pdl,
+            leaves_room=is_ours,
+            peers=None if peers is None else peers.deltas,
+        )
+        return Linear(y, delta, is_sent, is_delta_sent=peers is not None)
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
     ) -> torch.Tensor:
-        y, delta, _ = self.linear(x, weight, module, layer)
-        return silu_mul(y, delta, slots, pdl=self.pdl)
+        base = self.linear(x, weight, module, layer)
+        return silu_mul(base.y, base.delta, slots, pdl=self.pdl)
 
 
 class OntoBase:
@@ -92,7 +135,14 @@ class OntoBase:
     def __init__(self, workspace: SgmvWorkspace) -> None:
         self._workspace = workspace
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        peers: SumPeers | None = None,
+    ) -> Linear:
         y = linear(x, weight)
         self._workspace.add(y, x, module, layer)
         return Linear(y)
@@ -112,7 +162,14 @@ class AfterBase:
         self._workspace = workspace
         self._counts = counts
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int) -> Linear:
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        module: FusedModule,
+        layer: int,
+        peers: SumPeers | None = None,
+    ) -> Linear:
         y = self._workspace.delta(x, module, layer, self._counts)
         return Linear(y.addmm_(x, weight.T))
 
@@ -120,6 +177,15 @@ class AfterBase:
         self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
     ) -> torch.Tensor:
         return self._workspace.silu_mul(linear(x, weight), x, module, layer, self._counts)
+
+
+def _base_linear(
+    x: torch.Tensor, weight: torch.Tensor, peers: SumPeers | None, pdl: bool
+) -> tuple[torch.Tensor, bool]:
+    """x W^T, and whether it was sent."""
+    if peers is None:
+        return linear(x, weight, pdl=pdl), False
+    return linear_to_peers(x, weight, peers.parts, pdl=pdl)
 
 
 class CudaLlama:
@@ -130,16 +196,16 @@ class CudaLlama:
         max_model_len: int,
         comm: Comm = ALONE,
         peers: PeerSets | None = None,
+        delta_peers: PeerSets | None = None,
         logit_peers: PeerSets | None = None,
-        sends_ahead: bool = False,
     ) -> None:
         """`peers`, `logit_peers`: by which ranks send their parts of sums and of logits; None: by `comm`.
 
-        sends_ahead: parts of sums are sent by the products that compute them.
+        delta_peers: by which they send what adapters add to few rows.
         """
         self._comm = comm
         self._peers = peers
-        self._sends_ahead = sends_ahead
+        self._delta_peers = delta_peers
         self._logit_peers = logit_peers
         self._num_gathered = 0  # by these
         self.spec = spec
@@ -174,14 +240,16 @@ class CudaLlama:
         h_TE = rms_norm(residual_TE, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
             before_layer(i)
-            qkv_TX, delta, _ = branch.linear(h_TE, layer.qkv, self.qkv, i)
-            rows = slots if delta is not None else None
-            q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows, pdl=pdl)
+            qkv_TX = branch.linear(h_TE, layer.qkv, self.qkv, i)
+            rows = slots if qkv_TX.delta is not None else None
+            q_THD = rotary_kv_write(
+                qkv_TX.y, cos_TD, sin_TD, kv_pages, i, kv_slots, qkv_TX.delta, rows, pdl=pdl
+            )
             o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention, pdl=pdl)
-            partial = self._row_parallel(branch, o_THD.flatten(1), layer.o, self.o, i, peer_sets[0])
+            partial = branch.linear(o_THD.flatten(1), layer.o, self.o, i, peer_sets[0])
             h_TE = self._add_norm(residual_TE, partial, layer.post_norm, slots, pdl, peer_sets[0])
             act_TI = branch.gated(h_TE, layer.gate_up, self.gate_up, i, slots)
-            partial = self._row_parallel(branch, act_TI, layer.down, self.down, i, peer_sets[1])
+            partial = branch.linear(act_TI, layer.down, self.down, i, peer_sets[1])
             is_last = i + 1 == len(layers)
             norm = self.weights.final_norm if is_last else layers[i + 1].input_norm
             h_TE = self._add_norm(residual_TE, partial, norm, slots, pdl, peer_sets[1])
@@ -197,26 +265,14 @@ class CudaLlama:
         own, is_sent = linear_to_peers(hidden, self.weights.lm_head, peers, out)
         return gather_columns(own, peers, is_sent)
 
-    def _peer_sets(self, num_rows: int) -> PeerSets | tuple[None, None]:
+    def _peer_sets(self, num_rows: int) -> tuple[SumPeers, SumPeers] | tuple[None, None]:
         """For sums of so many rows, in turn; None: they go another way."""
         if self._peers is None or num_rows > self._peers[0].max_rows:
             return None, None
-        return self._peers
-
-    def _row_parallel(
-        self,
-        branch: Branch,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        module: FusedModule,
-        layer: int,
-        peers: PeerBuffers | None,
-    ) -> Linear:
-        """This rank's part of a sum; sent at once where nothing is added to it."""
-        if peers is None or not self._sends_ahead or not isinstance(branch, NoAdapters):
-            return branch.linear(x, weight, module, layer)
-        y, is_sent = linear_to_peers(x, weight, peers, pdl=branch.pdl)
-        return Linear(y, is_sent=is_sent)
+        # alike on all ranks; where the product does not send y, there is nothing to gain
+        deltas = self._delta_peers if has_tile(num_rows) else None
+        first, second = (None, None) if deltas is None else deltas
+        return SumPeers(self._peers[0], first), SumPeers(self._peers[1], second)
 
     def _add_norm(
         self,
@@ -225,13 +281,16 @@ class CudaLlama:
         norm: torch.Tensor,
         slots: torch.Tensor,
         pdl: bool,
-        peers: PeerBuffers | None,
+        peers: SumPeers | None,
     ) -> torch.Tensor:
         """Over the ranks the sum of `partial`, what adapters add included."""
-        (y, delta, is_sent), eps = partial, self.spec.rms_norm_eps
+        (y, delta, is_sent, is_delta_sent), eps = partial, self.spec.rms_norm_eps
         rows = slots if delta is not None else None
         if peers is not None:
-            return all_reduce_add_rms_norm(residual, y, norm, eps, peers, delta, rows, pdl, is_sent)
+            deltas = peers.deltas if is_delta_sent else None
+            return all_reduce_add_rms_norm(
+                residual, y, norm, eps, peers.parts, delta, rows, pdl, is_sent, deltas
+            )
         if self._comm is not ALONE:
             if delta is not None:
                 add_delta(y, delta, slots)

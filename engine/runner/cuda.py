@@ -33,6 +33,7 @@ from engine.sampling_params import SamplingParams
 from engine.shape import NUM_PROJECTIONS
 from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm
+from kernels.linear.tiles import MOST_TILE_ROWS
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, Split
 from kernels.sgmv.lists import ListCounts, lists_size, write_lists
@@ -43,12 +44,6 @@ DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 PREFILL_BUCKETS = (320, 384, 448, 512, 640, 768, 896, 1024, 1280)
 """Of steps with prefill chunks. To launch a larger one of Llama-3-8B took the host of an H200 31 ms, about as
 long as 1280 tokens run."""
-
-
-SENDS_AHEAD = False
-"""Products send their parts of sums and of logits to the other ranks. To become True once
-tests/engine/test_cuda_tensor_parallel.py has passed with it, and a group of GPUs was faster.
-"""
 
 
 class _Kind(NamedTuple):
@@ -111,10 +106,11 @@ class CudaRunner:
         # NCCL sums what has more rows, maybe on another stream: nothing is launched ahead behind that
         self._fused_rows = max_tokens if comm is ALONE else 0 if peers is None else peers[0].max_rows
         prefill_buckets = [b for b in prefill_buckets if b <= self._fused_rows]
-        logit_peers = None
-        if peers is not None and SENDS_AHEAD:
+        delta_peers = logit_peers = None
+        if peers is not None:
+            delta_peers = comm.peer_buffers(MOST_TILE_ROWS, shape.hidden_size, weights.embed.dtype)
             logit_peers = comm.column_buffers(max_seqs, weights.embed.dtype)
-        self._model = CudaLlama(spec, weights, max_model_len, comm, peers, logit_peers, SENDS_AHEAD)
+        self._model = CudaLlama(spec, weights, max_model_len, comm, peers, delta_peers, logit_peers)
         self._buckets = decode_buckets + prefill_buckets
         graph_plans = {bucket: decode_plan(bucket, max_rank) for bucket in decode_buckets}
         graph_plans |= {bucket: prefill_plan(bucket, max_seqs, max_rank) for bucket in prefill_buckets}

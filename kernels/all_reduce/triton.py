@@ -26,27 +26,31 @@ def all_reduce_add_rms_norm(
     slots: torch.Tensor | None = None,
     pdl: bool = False,
     is_sent: bool = False,
+    delta_peers: PeerBuffers | None = None,
 ) -> torch.Tensor:
     """The contract of kernels.all_reduce.reference for this rank; residual in place, returns `out`, new.
 
     residual, y and delta [T, H] contiguous, T at most peers.max_rows and the same on all ranks; delta and
     slots: both or neither. All ranks must call it as often and in the same order, sets in turn. Never ends if
     another rank does not call it.
-    is_sent: by `send`, in the launch that made y, behind the call before this one. Ranks may differ in that.
+    is_sent: y was, by `send` in the launch that made it, behind the call before this one. Ranks may differ in
+    that. delta_peers: delta was sent so, apart from y, on all ranks: of sets that take turns as `peers`' do.
     pdl: as of rotary_kv_write.
     """
     assert (delta is None) == (slots is None)
-    assert not is_sent or delta is None
+    assert not is_sent or delta is None or delta_peers is not None
     for tensor in (y, delta):
         assert tensor is None or (tensor.shape == residual.shape and tensor.is_contiguous())
     assert residual.is_contiguous()
     num_rows, width = residual.shape
     assert num_rows <= peers.max_rows
+    assert delta_peers is None or num_rows <= delta_peers.max_rows
     out = torch.empty_like(residual)
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(width)
-    _all_reduce_kernel[(min(num_rows, most_programs(residual.device, block * y.itemsize)),)](
+    world = len(peers.rows)
+    _all_reduce_kernel[(min(num_rows, most_programs(residual.device, world * block * y.itemsize)),)](
         residual,
         y,
         delta,
@@ -55,13 +59,16 @@ def all_reduce_add_rms_norm(
         out,
         peers.rows,
         peers.max_rows,
+        peers.rows if delta_peers is None else delta_peers.rows,
+        0 if delta_peers is None else delta_peers.max_rows,
         num_rows,
         width,
         eps,
         RANK=peers.rank,
-        WORLD=len(peers.rows),
+        WORLD=world,
         HAS_DELTA=delta is not None,
         IS_SENT=is_sent,
+        DELTA_APART=delta is not None and delta_peers is not None,
         PDL=pdl,
         launch_pdl=pdl,
         BLOCK=block,
@@ -70,7 +77,10 @@ def all_reduce_add_rms_norm(
     return out
 
 
-@triton.jit(do_not_specialize=["max_rows", "num_rows"], do_not_specialize_on_alignment=["slots_ptr"])
+@triton.jit(
+    do_not_specialize=["max_rows", "max_delta_rows", "num_rows"],
+    do_not_specialize_on_alignment=["slots_ptr"],
+)
 def _all_reduce_kernel(
     residual_ptr: tl.tensor,
     y_ptr: tl.tensor,
@@ -80,6 +90,8 @@ def _all_reduce_kernel(
     out_ptr: tl.tensor,
     rows_ptrs: tl.tuple,
     max_rows: tl.tensor,
+    delta_ptrs: tl.tuple,
+    max_delta_rows: tl.tensor,
     num_rows: tl.tensor,
     width: tl.tensor,
     eps: tl.tensor,
@@ -87,6 +99,7 @@ def _all_reduce_kernel(
     WORLD: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     IS_SENT: tl.constexpr,
+    DELTA_APART: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -95,24 +108,35 @@ def _all_reduce_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         at = row * width + columns
-        own = tl.load(y_ptr + at, mask=inside, other=0.0)
+        y = tl.load(y_ptr + at, mask=inside, other=0.0)
+        own = y
         if HAS_DELTA:
-            delta_width = tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
-            delta = tl.load(delta_ptr + at, mask=columns < delta_width, other=0.0)
-            own = (own.to(tl.float32) + delta.to(tl.float32)).to(own.dtype)
+            has_delta = columns < tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
+            own = _add(y, tl.load(delta_ptr + at, mask=has_delta, other=0.0))
         if not IS_SENT:
-            send(own, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD)
+            part = y if DELTA_APART else own
+            send(part, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD)
         # summed in float32, in order of rank
         total = tl.zeros([BLOCK], tl.float32)
         for peer in tl.static_range(WORLD):
             if peer == RANK:
                 total += own.to(tl.float32)
             else:
-                theirs = rows_ptrs[RANK] + (peer * max_rows + row) * width + columns
-                total += receive(theirs, inside).to(tl.float32)
+                theirs = receive(rows_ptrs[RANK] + (peer * max_rows + row) * width + columns, inside)
+                if DELTA_APART:
+                    sent = delta_ptrs[RANK] + (peer * max_delta_rows + row) * width + columns
+                    theirs = _add(theirs, receive(sent, has_delta))
+                total += theirs.to(tl.float32)
         values = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         values = (values + total.to(own.dtype).to(tl.float32)).to(own.dtype).to(tl.float32)
         tl.store(residual_ptr + at, values.to(own.dtype), mask=inside)
         tl.store(out_ptr + at, norm_row(values, weight, width, eps, own.dtype), mask=inside)
+
+
+@triton.jit
+def _add(y: tl.tensor, delta: tl.tensor) -> tl.tensor:
+    """Rounded to y's dtype."""
+    return (y.to(tl.float32) + delta.to(tl.float32)).to(y.dtype)

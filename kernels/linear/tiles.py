@@ -21,7 +21,9 @@ FULL_ROWS = (
     Tile(64, 128, 128, weight_first=False, num_stages=4),
 )
 
+MOST_TILE_ROWS = FULL_ROWS[0].rows
+
 
 def has_tile(num_rows: int) -> bool:
     """cuBLAS is as fast or faster otherwise: at 32 rows by a third."""
-    return num_rows <= FEW_ROWS.rows or num_rows == FULL_ROWS[0].rows
+    return num_rows <= FEW_ROWS.rows or num_rows == MOST_TILE_ROWS

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.linear.tiles import FEW_ROWS, FULL_ROWS, Tile, has_tile
-from kernels.peers.triton import PeerBuffers, send
+from kernels.peers.triton import PeerBuffers, SendArguments, send
 
 MIN_WEIGHT_ELEMS = 1 << 23
 NUM_PROGRAMS = 132
@@ -28,8 +28,7 @@ def linear(
 ) -> torch.Tensor:
     """x [T, in], weight [out, in], both contiguous -> [T, out], a new tensor, or `out`.
 
-    pdl: as of rotary_kv_write, where this is not left to cuBLAS. Not for a product beside a LoRA branch: its
-    tokens have not been compared with that.
+    pdl: as of rotary_kv_write, where this is not left to cuBLAS.
     """
     out = x.new_empty(len(x), len(weight)) if out is None else out
     tile = tile_for(len(x), weight)
@@ -91,15 +90,13 @@ def small_linear(
     assert out.shape == (len(x), num_columns)
     if len(x) == 0:
         return out
-    if peers is not None:
-        assert len(x) <= peers.max_rows
-        assert peers.rows[0].shape[-1] == num_columns
+    sending = SendArguments.of(peers, out)
     _linear_kernel[(triton.cdiv(num_columns, tile.columns),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.block_k]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.block_k]),
         out,
-        (out,) if peers is None else peers.rows,
-        0 if peers is None else peers.max_rows,
+        sending.rows,
+        sending.max_rows,
         len(x),
         num_columns,
         K=in_features,
@@ -108,8 +105,8 @@ def small_linear(
         BLOCK_K=tile.block_k,
         WEIGHT_FIRST=tile.weight_first,
         STAGES=tile.num_stages,
-        RANK=0 if peers is None else peers.rank,
-        WORLD=1 if peers is None else len(peers.rows),
+        RANK=sending.rank,
+        WORLD=sending.world,
         PDL=pdl,
         launch_pdl=pdl,
         num_warps=4,

@@ -53,6 +53,7 @@ def decode_kernel(
     if PDL:
         # the plan is older than the launch before; queries, keys and values are not
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if seq < 0:
         return
 

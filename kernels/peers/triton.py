@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,14 +42,31 @@ class PeerBuffers:
         return self.rows[0].shape[1]
 
 
+class SendArguments(NamedTuple):
+    """Of a launch that may `send` what it writes."""
+
+    rows: tuple[torch.Tensor, ...]
+    max_rows: int
+    rank: int
+    world: int
+
+    @classmethod
+    def of(cls, peers: PeerBuffers | None, out: torch.Tensor) -> SendArguments:
+        """`out` [T, H]: what the launch writes; without peers nothing is sent."""
+        if peers is None:
+            return cls((out,), 0, 0, 1)
+        assert len(out) <= peers.max_rows
+        assert out.shape[1] == peers.rows[0].shape[-1]
+        return cls(peers.rows, peers.max_rows, peers.rank, len(peers.rows))
+
+
 @functools.cache
-def most_programs(device: torch.device, row_bytes: int) -> int:
-    """That surely run at once: of 512 threads, and of 64 registers each up to rows of 16 KiB."""
+def most_programs(device: torch.device, num_bytes: int) -> int:
+    """That surely run at once, of 512 threads; 64 registers each do if a program holds less than 32 KiB."""
     if device.type != "cuda":
         return 1  # the interpreter runs one after another
-    return torch.cuda.get_device_properties(device).multi_processor_count * (
-        2 if row_bytes <= 16 << 10 else 1
-    )
+    each = 2 if num_bytes < 32 << 10 else 1
+    return torch.cuda.get_device_properties(device).multi_processor_count * each
 
 
 def split_symmetric(

@@ -104,6 +104,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     values = tl.load(rows_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         added = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.peers.triton import send
 from kernels.sgmv.tiles_kernel import RANKS, columns_of, find_block, item_entry, unpack
 
 
@@ -112,7 +113,7 @@ def _shrink_rows(
     tl.store(plane_ptrs, tl.sum(acc, 0), mask=(t < rows)[:, None] & (r < rank_rows)[None, :])
 
 
-@triton.jit(do_not_specialize=["module", "num_modules", "blocks_at", "blocks", "max_tokens"])
+@triton.jit(do_not_specialize=["module", "num_modules", "blocks_at", "blocks", "max_tokens", "max_sent_rows"])
 def expand_kernel(
     out_ptr: tl.tensor,
     pool_ptr: tl.tensor,
@@ -125,6 +126,8 @@ def expand_kernel(
     blocks_at: tl.tensor,
     blocks: tl.tensor,
     max_tokens: tl.tensor,
+    sent_ptrs: tl.tuple,
+    max_sent_rows: tl.tensor,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
@@ -135,6 +138,8 @@ def expand_kernel(
     BLOCK_N: tl.constexpr,
     ADD: tl.constexpr,
     ALIGN: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """Without tensor cores: a thread owns eight columns and all ranks, so that a sum needs no exchange."""
@@ -169,15 +174,16 @@ def expand_kernel(
         acc0, acc1, acc2, acc3 = _expand_rows(
             tile, tile_ptr, count, rows, h_ptrs, pool_ptr, n, end, width, SPLITS, RANK_BLOCKS, ALIGN
         )
-        out_ptrs = out_ptr + row * (N0 + N1 + N2) + first + n
-        _put(out_ptrs, acc0 * scale, n < end, ADD)
+        WIDTH: tl.constexpr = N0 + N1 + N2
+        at = row * WIDTH + first + n
+        to = at + RANK * max_sent_rows * WIDTH
+        _put(out_ptr, at, acc0 * scale, n < end, sent_ptrs, to, ADD, RANK, WORLD)
         if rows > 1:
-            out_ptrs += N0 + N1 + N2
-            _put(out_ptrs, acc1 * scale, n < end, ADD)
-            out_ptrs += N0 + N1 + N2
-            _put(out_ptrs, acc2 * scale, n < tl.where(rows > 2, end, 0), ADD)
-            out_ptrs += N0 + N1 + N2
-            _put(out_ptrs, acc3 * scale, n < tl.where(rows > 3, end, 0), ADD)
+            _put(out_ptr, at + WIDTH, acc1 * scale, n < end, sent_ptrs, to + WIDTH, ADD, RANK, WORLD)
+            third = n < tl.where(rows > 2, end, 0)
+            _put(out_ptr, at + 2 * WIDTH, acc2 * scale, third, sent_ptrs, to + 2 * WIDTH, ADD, RANK, WORLD)
+            fourth = n < tl.where(rows > 3, end, 0)
+            _put(out_ptr, at + 3 * WIDTH, acc3 * scale, fourth, sent_ptrs, to + 3 * WIDTH, ADD, RANK, WORLD)
         row, rows, slot, count, tile, tile_ptr, slice_, nth = (
             next_row, next_rows, next_slot, next_count, next_tile, next_tile_ptr, next_slice, next_nth
         )  # fmt: skip
@@ -229,11 +235,18 @@ def _expand_rows(
 
 @triton.jit
 def _put(
-    out_ptrs: tl.tensor,
+    out_ptr: tl.tensor,
+    at: tl.tensor,
     delta: tl.tensor,
     mask: tl.tensor,
+    sent_ptrs: tl.tuple,
+    to: tl.tensor,
     ADD: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
 ) -> None:
     if ADD:
-        delta += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, delta.to(out_ptrs.dtype.element_ty), mask=mask)
+        delta += tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    rounded = delta.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, rounded, mask=mask)
+    send(rounded, sent_ptrs, to, mask, RANK, WORLD)

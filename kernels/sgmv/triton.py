@@ -14,9 +14,12 @@ every sum has one order. fp32, fp16 or bf16 in and out, fp32 accumulation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
+from kernels.peers.triton import PeerBuffers, SendArguments
 from kernels.sgmv import decode_kernel, prefill_kernel
 from kernels.sgmv.lists import blocks_start
 from kernels.sgmv.plan import SgmvPlan
@@ -125,6 +128,7 @@ def expand(
     num_ctas: int,
     add: bool,
     pdl: bool = False,
+    peers: PeerBuffers | None = None,
 ) -> None:
     """planes [any, T or more, slices x most rows of B] -> out [T, columns], both contiguous.
 
@@ -132,6 +136,7 @@ def expand(
     without an adapter are never touched.
 
     `pdl`: in decode, behind a shrink with `pdl`, for which it waits.
+    `peers`: in decode, as wide as `out`, which each of them gets as well: rows that have an adapter.
     In prefill the sum of the planes passes through x's dtype, in two parts: in fp16 it must stay below 65504.
     """
     tile = plan.expand
@@ -142,7 +147,13 @@ def expand(
     assert planes.is_contiguous()
     decode = plan.kind == "decode"
     kernel = decode_kernel.expand_kernel if decode else prefill_kernel.expand_kernel
-    own = {"PDL": pdl, "launch_pdl": pdl} if decode else {"TILES": tile.tiles}
+    own: dict[str, Any] = {"TILES": tile.tiles}
+    if decode:
+        rows, max_rows, rank, world = SendArguments.of(peers, out)
+        own = {"sent_ptrs": rows, "max_sent_rows": max_rows, "RANK": rank, "WORLD": world}
+        own |= {"PDL": pdl, "launch_pdl": pdl}
+    else:
+        assert peers is None
     kernel[(num_ctas,)](
         out,
         pool,

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
+from kernels.peers.triton import PeerBuffers
 from kernels.sgmv.lists import ListCounts, lists_size
 from kernels.sgmv.plan import SgmvPlan
 from kernels.sgmv.split import Split, exchange
 from kernels.sgmv.table import RANK_BLOCK, AdapterTable, FusedModule
 from kernels.sgmv.triton import expand, expand_silu_mul, resolve, shrink
 from kernels.silu_mul.triton import silu_mul
+
+Y = TypeVar("Y")
 
 _ALIGN = 16  # elements; what the widths of the usual models allow
 _CTAS_PER_SM = 16  # of a captured launch at most: more are mostly idle, and not free
@@ -92,20 +96,22 @@ class SgmvWorkspace:
         x: torch.Tensor,
         module: FusedModule,
         layer: int,
-        gemm: Callable[[], torch.Tensor],
+        gemm: Callable[[], Y],
         pdl: bool = False,
         leaves_room: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        peers: PeerBuffers | None = None,
+    ) -> tuple[Y, torch.Tensor]:
         """(gemm(), delta): the whole LoRA branch runs on the side stream, joined before this returns.
 
         delta [tokens, columns] is valid until the next call and only in rows that have an adapter; the
         others may hold anything. pdl: as of rotary_kv_write, of the branch's launches.
         leaves_room: the GEMM, on each multiprocessor, for a CTA of the shrink.
+        peers: they get the delta as well, in rows that have an adapter.
         """
         assert self.plan.kind == "decode"
         delta = self._delta[: x.shape[0] * sum(module.widths)].view(x.shape[0], -1)
         if self._side is None:
-            self._run(delta, x, module, layer, None, add=False)
+            self._run(delta, x, module, layer, None, add=False, peers=peers)
             return gemm(), delta
         main = torch.cuda.current_stream(x.device)
         self._side.wait_stream(main)
@@ -114,7 +120,7 @@ class SgmvWorkspace:
         # free, long enough for LoRA.
         y = gemm() if leaves_room or module == self._widest else None
         with torch.cuda.stream(self._side):
-            self._run(delta, x, module, layer, None, add=False, pdl=pdl and self._split is None)
+            self._run(delta, x, module, layer, None, False, pdl and self._split is None, peers)
         y = gemm() if y is None else y
         main.wait_stream(self._side)
         return y, delta
@@ -179,6 +185,7 @@ class SgmvWorkspace:
         counts: ListCounts | None,
         add: bool,
         pdl: bool = False,
+        peers: PeerBuffers | None = None,
     ) -> None:
         plan = self.plan
         assert x.dtype == out.dtype
@@ -200,6 +207,7 @@ class SgmvWorkspace:
             self._num_ctas(blocks * plan.expand.num_units(module.widths)),
             add,
             pdl,
+            peers,
         )
 
     def _shrink(

@@ -65,6 +65,7 @@ def _silu_mul_kernel(
     at = row.to(tl.int64) * (2 * width) + columns
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(gate_up_ptr + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + at + width, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:

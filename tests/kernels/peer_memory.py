@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import torch
+import triton
+import triton.language as tl
 
 from kernels.linear.tiles import Tile
 from kernels.linear.triton import small_linear
-from kernels.peers.triton import EMPTY, NUM_SETS, PeerBuffers, split_symmetric, symmetric_bytes
+from kernels.peers.triton import (
+    EMPTY,
+    NUM_SETS,
+    PeerBuffers,
+    SendArguments,
+    send,
+    split_symmetric,
+    symmetric_bytes,
+)
 from tests.kernels.triton_cases import DEVICE
 
 Sets = tuple[PeerBuffers, PeerBuffers]
@@ -38,11 +49,15 @@ def are_empty(sets: list[Sets]) -> bool:
     return all(bool((rows.view(torch.uint8) == EMPTY).all()) for peers in sets[0] for rows in peers.rows)
 
 
-def run_alone(call: Call[object], rank: int, sets: list[Sets]) -> None:
-    """As if all others had been here, to compile it: who compiles holds up launches that others wait for."""
-    sets[rank][0].rows[rank].zero_()
-    call.run(rank, sets[rank][0])
-    for peers in sets[0]:
+def run_alone(call: Call[object], rank: int, *all_sets: list[Sets]) -> None:
+    """As if all others had been here, to compile it: who compiles holds up launches that others wait for.
+
+    `all_sets`: that the call uses; it is given one of the first.
+    """
+    for sets in all_sets:
+        sets[rank][0].rows[rank].zero_()
+    call.run(rank, all_sets[0][rank][0])
+    for peers in itertools.chain(*(sets[0] for sets in all_sets)):
         for rows in peers.rows:
             rows.view(torch.uint8).fill_(EMPTY)
 
@@ -70,3 +85,37 @@ def compute_and_send(y: torch.Tensor, peers: PeerBuffers) -> torch.Tensor:
 def can_compute(dtype: torch.dtype) -> bool:
     """Exactly: tensor cores round float32 before they multiply by one."""
     return DEVICE == "cpu" or dtype != torch.float32
+
+
+def send_rows(rows: torch.Tensor, slots: torch.Tensor, peers: PeerBuffers) -> None:
+    """Of `rows` [T, H] those that have an adapter, as an expand does."""
+    sending = SendArguments.of(peers, rows)
+    width = rows.shape[1]
+    _send_rows_kernel[(len(rows),)](
+        rows,
+        slots,
+        sending.rows,
+        sending.max_rows,
+        width,
+        RANK=sending.rank,
+        WORLD=sending.world,
+        BLOCK=triton.next_power_of_2(width),
+    )
+
+
+@triton.jit(do_not_specialize=["max_rows"])  # type: ignore[untyped-decorator]
+def _send_rows_kernel(
+    own_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    rows_ptrs: tl.tuple,
+    max_rows: tl.tensor,
+    width: tl.tensor,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
+    own = tl.load(own_ptr + row * width + columns, mask=inside, other=0.0)
+    send(own, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD)

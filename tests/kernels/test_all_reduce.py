@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from tests.kernels.peer_memory import (
     compute_and_send,
     run_alone,
     run_in_streams,
+    send_rows,
     shared_sets,
 )
 from tests.kernels.triton_cases import DEVICE, ULP, adapter_slots
@@ -37,21 +39,28 @@ class Call(NamedTuple):
     weight: torch.Tensor
     has_delta: bool
     senders: tuple[int, ...]  # ranks whose part is sent by the linear that computes it
+    delta_peers: tuple[PeerBuffers, ...] | None  # of each rank, where deltas are sent apart
 
     def want(self) -> tuple[torch.Tensor, torch.Tensor]:
         deltas = self.deltas if self.has_delta else None
         return reference(self.residual, self.ys, deltas, self.slots, self.weight, EPS)
 
     def run(self, rank: int, peers: PeerBuffers) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = self.residual.clone()
-        if rank in self.senders:
-            y = compute_and_send(self.ys[rank], peers)
-            return residual, all_reduce_add_rms_norm(residual, y, self.weight, EPS, peers, is_sent=True)
-        lora = (self.deltas[rank], self.slots) if self.has_delta else ()
-        return residual, all_reduce_add_rms_norm(residual, self.ys[rank], self.weight, EPS, peers, *lora)
+        residual, y, is_sent = self.residual.clone(), self.ys[rank], rank in self.senders
+        if is_sent:
+            y = compute_and_send(y, peers)
+        delta, slots = (self.deltas[rank], self.slots) if self.has_delta else (None, None)
+        delta_peers = None
+        if self.delta_peers is not None:
+            delta_peers = self.delta_peers[rank]
+            send_rows(self.deltas[rank], self.slots, delta_peers)
+        out = all_reduce_add_rms_norm(
+            residual, y, self.weight, EPS, peers, delta, slots, False, is_sent, delta_peers
+        )
+        return residual, out
 
 
-def make_calls(world: int, width: int, dtype: torch.dtype) -> list[Call]:
+def make_calls(world: int, width: int, dtype: torch.dtype, delta_sets: list[Sets]) -> list[Call]:
     generator = torch.Generator().manual_seed(world)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -65,10 +74,13 @@ def make_calls(world: int, width: int, dtype: torch.dtype) -> list[Call]:
         for delta in deltas:
             delta[slots < 0] = torch.nan  # no kernel may look there
         ys = [randn(rows, width) for _ in range(world)]
-        has_delta = i % 2 == 1
+        kind = ("no delta", "delta", "delta apart", "delta apart")[i % 4]
         # all, none, or some of them
-        senders = tuple(range(i // 2 % 3, world)) if can_compute(dtype) and not has_delta else ()
-        calls.append(Call(randn(rows, width), ys, deltas, slots, randn(width), has_delta, senders))
+        senders = tuple(range(i // 2 % 3, world)) if can_compute(dtype) and kind != "delta" else ()
+        delta_peers = tuple(sets[i % NUM_SETS] for sets in delta_sets) if kind == "delta apart" else None
+        has_delta = kind != "no delta"
+        weight = randn(width)
+        calls.append(Call(randn(rows, width), ys, deltas, slots, weight, has_delta, senders, delta_peers))
     return calls
 
 
@@ -81,15 +93,17 @@ def check(call: Call, residual: torch.Tensor, out: torch.Tensor) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="in the interpreter")
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_in_processes_equal_the_reference(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, row_bytes: MOST_PROGRAMS)
-    sets = shared_sets(world, MAX_ROWS, 200)
-    start_processes(_run_rank, (sets,), nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, num_bytes: MOST_PROGRAMS)
+    sets, delta_sets = (shared_sets(world, MAX_ROWS, 200) for _ in range(2))
+    arguments = (sets, delta_sets)
+    start_processes(_run_rank, arguments, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
     assert are_empty(sets)
+    assert are_empty(delta_sets)
 
 
-def _run_rank(rank: int, sets: list[Sets]) -> None:
+def _run_rank(rank: int, sets: list[Sets], delta_sets: list[Sets]) -> None:
     torch.set_num_threads(1)
-    for i, call in enumerate(make_calls(len(sets), 200, torch.float32)):
+    for i, call in enumerate(make_calls(len(sets), 200, torch.float32, delta_sets)):
         check(call, *call.run(rank, sets[rank][i % NUM_SETS]))
 
 
@@ -100,21 +114,17 @@ def _run_rank(rank: int, sets: list[Sets]) -> None:
 def test_ranks_in_streams_equal_the_reference(
     world: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, row_bytes: MOST_PROGRAMS)
-    sets = shared_sets(world, MAX_ROWS, width, dtype)
-    calls = make_calls(world, width, dtype)
-    warm = make_calls(1, width, dtype)
-    for has_delta, is_sent in ((False, False), (True, False), (False, can_compute(dtype))):
+    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, num_bytes: MOST_PROGRAMS)
+    sets, delta_sets = (shared_sets(world, MAX_ROWS, width, dtype) for _ in range(2))
+    calls = make_calls(world, width, dtype, delta_sets)
+    for warm, is_sent in itertools.product(calls[:3], {False, can_compute(dtype)}):
         for rank in range(world):
-            call = warm[has_delta]._replace(
-                ys=warm[has_delta].ys * world,
-                deltas=warm[has_delta].deltas * world,
-                senders=(rank,) if is_sent else (),
-            )
-            run_alone(call, rank, sets)
+            run_alone(warm._replace(senders=(rank,) if is_sent else ()), rank, sets, delta_sets)
     for call, ranks in zip(calls, run_in_streams(calls, sets), strict=True):
         for residual, out in ranks:
             check(call, residual, out)
+    assert are_empty(sets)
+    assert are_empty(delta_sets)
 
 
 def test_more_rows_than_there_is_room_for_are_a_bug_of_the_caller(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
 from kernels.sgmv.table import FusedModule
 from kernels.sgmv.workspace import SgmvWorkspace
 from kernels.silu_mul import silu_mul
+from tests.kernels.peer_memory import are_empty, shared_sets
 from tests.kernels.test_sgmv import consecutive
 from tests.kernels.tiles import Modules, TilePool, random_lora
 from tests.kernels.triton_cases import ULP
@@ -223,6 +224,23 @@ def test_a_larger_table_than_the_plan_needs() -> None:
     """A workspace for small ranks reads the rows of a table made for large ones."""
     world = World((40, 8))
     world.check(world.workspace(small(decode_plan(2, 8))), [Segment(1, 0, 2)])
+
+
+def test_peers_get_the_delta_of_rows_that_have_an_adapter() -> None:
+    world = World((8, 40))
+    workspace = world.workspace(small(decode_plan(12, world.max_rank)))
+    segments = consecutive([1, 2, 1, 6], [-1, 0, -1, 1])
+    has_adapter = torch.tensor([slot >= 0 for slot, start, end in segments for _ in range(start, end)])
+    world.write(workspace, segments)
+    for module in world.modules[1::2]:  # o and down
+        x, y = world.inputs(module, len(has_adapter))
+        sets = shared_sets(3, 11, y.shape[1])
+        _, delta = workspace.beside(x, module, LAYER, partial(y.clone), peers=sets[1][0])
+        for peer in (0, 2):
+            sent = sets[1][0].rows[peer][1, : len(x)]
+            assert torch.equal(sent[has_adapter], delta[has_adapter])
+            sent[has_adapter] = sets[1][0].rows[1][0, 0, 0]  # as who reads it
+        assert are_empty(sets)
 
 
 GPU_RANKS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 64, 100, 128, 255, 256)

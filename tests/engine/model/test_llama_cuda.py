@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import MagicMock, patch
 
@@ -31,7 +32,7 @@ from kernels.sgmv.lists import lists_size, write_lists
 from kernels.sgmv.plan import decode_plan, prefill_plan
 from kernels.sgmv.table import FusedModule
 from kernels.sgmv.workspace import SgmvWorkspace
-from tests.kernels.peer_memory import Sets, shared_sets
+from tests.kernels.peer_memory import Sets, are_empty, shared_sets
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_cuda.py does it there")
@@ -55,10 +56,10 @@ class Both:
         path: Path,
         shard: Shard = WHOLE,
         comm: Comm = ALONE,
-        sets: tuple[Sets, Sets] | tuple[None, None] = (None, None),
+        sets: Sequence[Sets] = (),
         is_full: bool = False,
     ) -> None:
-        """`sets`: memory that the ranks share, for sums and for logits."""
+        """`sets`: memory that the ranks share, for sums, deltas and logits."""
         self.sets = sets
         torch.manual_seed(0)
         whole = load_model_spec(str(path / "base"))
@@ -116,9 +117,7 @@ class Both:
         num_rows = num_tokens + 3 * (kind == "onto")  # a graph's rows past the batch
         num_seqs = len(chunks) + 3 * (kind == "onto")
         batch = inputs.write(chunks, num_rows, num_seqs, int)
-        model = CudaLlama(
-            self.spec, self.weights, 128, self.comm, self.sets[0], self.sets[1], sends_ahead=True
-        )
+        model = CudaLlama(self.spec, self.weights, 128, self.comm, *self.sets)
         modules = (model.qkv, model.o, model.gate_up, model.down)
         workspace = SgmvWorkspace(plan, modules, pool, self.table, inputs.device["lists"], self.split)
         workspace.poison()
@@ -177,34 +176,32 @@ def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
 )
 def test_two_ranks_equal_the_cpus(tmp_path: Path, kind: str, is_full: bool, with_peers: bool) -> None:
     make_files(tmp_path)
-    sets: tuple[list[Sets], list[Sets]] | None = None
+    sets: list[list[Sets]] = []
     if with_peers:
         shape = load_model_spec(str(tmp_path / "base")).shape
-        sets = shared_sets(2, 32, shape.hidden_size), shared_sets(2, 8, shape.vocab_size // 2)
+        sets = [shared_sets(2, 32, shape.hidden_size) for _ in range(2)]
+        sets.append(shared_sets(2, 8, shape.vocab_size // 2))
     arguments = (tmp_path, kind, is_full, sets)
     # forked: importing everything anew would take most of the time
     start_processes(_check_rank, arguments, nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
+    assert all(are_empty(kind) for kind in sets)
 
 
-def _check_rank(
-    rank: int, path: Path, kind: str, is_full: bool, sets: tuple[list[Sets], list[Sets]] | None
-) -> None:
+def _check_rank(rank: int, path: Path, kind: str, is_full: bool, sets: list[list[Sets]]) -> None:
     """As well as alone."""
     setattr(engine.model.loading, "pack_weight", lambda weight: weight)  # noqa: B010
     torch.set_num_threads(1)
     if rank == 0:  # which sends its parts of sums from the products; the other one's go by the sums
         setattr(kernels.linear.triton, "tile_for", lambda num_rows, weight: FEW_ROWS)  # noqa: B010
     join(rank, 2, str(path / "rendezvous"), "cpu")
-    own_sets = (None, None) if sets is None else (sets[0][rank], sets[1][rank])
     comm = Ranks([128, 128])
-    both = Both(path, Shard(rank, 2), comm, own_sets, is_full)
+    both = Both(path, Shard(rank, 2), comm, [kind[rank] for kind in sets], is_full)
     # from the start: ranks' parts of what stands for cached keys would not fit together
     chunks = mixed_chunks(kind, ((0, 1), (0, 4), (0, 2), (0, 1)))
     with patch("kernels.linear.triton.small_linear", wraps=small_linear) as products:
         by_gpu = both.on_gpu(chunks, kind)
     num_sent = sum(call.kwargs.get("peers") is not None for call in products.call_args_list)
-    # of two layers; and logits
-    assert num_sent == (0 if rank != 0 or sets is None else 2 * 2 * (kind == "none") + 1)
+    assert num_sent == (2 * 2 + 1 if rank == 0 and sets else 0)  # of two layers; and logits
     assert comm.num_exchanged == 4 * 2 * is_full  # of two layers
     torch.testing.assert_close(by_gpu, both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(by_gpu, Both(path).on_cpu(chunks), rtol=1e-4, atol=1e-4)
@@ -214,10 +211,10 @@ def _check_rank(
 @pytest.mark.parametrize(("num_rows", "is_ours"), [(16, True), (32, False), (64, True), (65, False)])
 def test_our_own_products_leave_room_for_the_branch_beside_them(num_rows: int, is_ours: bool) -> None:
     workspace = MagicMock()
-    workspace.beside.return_value = (torch.empty(0), torch.empty(0))
+    workspace.beside.return_value = ((torch.empty(0), False), torch.empty(0))
     x, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (num_rows, 4096))
     BesideBase(workspace, pdl=True).linear(x, weight, FusedModule(0, 4096, (4096,)), 0)
-    assert workspace.beside.call_args.args[-1] == is_ours
+    assert workspace.beside.call_args.kwargs["leaves_room"] == is_ours
 
 
 MIXED = ((0, 5), (0, 20), (17, 1), (3, 6))  # prefills from the start and behind cached keys, and a decode
