@@ -37,7 +37,7 @@ from kernels.silu_mul.triton import silu_mul
 class Linear(NamedTuple):
     y: torch.Tensor
     delta: torch.Tensor | None = None  # still to be added
-    is_sent: bool = False  # y, to the other ranks, which want to sum it
+    is_sent: bool = False  # y, to all ranks, which want to sum it; nothing is in the tensor then
     is_delta_sent: bool = False
 
 
@@ -113,7 +113,7 @@ class BesideBase:
             x,
             module,
             layer,
-            gemm=lambda: _base_linear(x, weight, peers, self.pdl),
+            gemm=lambda: _base_linear(x, weight, peers, self.pdl, leaves_room=True),
             pdl=self.pdl,
             leaves_room=is_ours,
             peers=None if peers is None else peers.deltas,
@@ -180,12 +180,12 @@ class AfterBase:
 
 
 def _base_linear(
-    x: torch.Tensor, weight: torch.Tensor, peers: SumPeers | None, pdl: bool
+    x: torch.Tensor, weight: torch.Tensor, peers: SumPeers | None, pdl: bool, leaves_room: bool = False
 ) -> tuple[torch.Tensor, bool]:
     """x W^T, and whether it was sent."""
     if peers is None:
-        return linear(x, weight, pdl=pdl), False
-    return linear_to_peers(x, weight, peers.parts, pdl=pdl)
+        return linear(x, weight, pdl=pdl, leaves_room=leaves_room), False
+    return linear_to_peers(x, weight, peers.parts, pdl=pdl, leaves_room=leaves_room)
 
 
 class CudaLlama:

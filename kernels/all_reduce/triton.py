@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.peers.triton import PeerBuffers, most_programs, receive, send
+from kernels.peers.triton import PeerBuffers, most_programs, receive, send, wait_for_one
 from kernels.rms_norm.triton import norm_row
 
 
@@ -33,9 +33,10 @@ def all_reduce_add_rms_norm(
     residual, y and delta [T, H] contiguous, T at most peers.max_rows and the same on all ranks; delta and
     slots: both or neither. All ranks must call it as often and in the same order, sets in turn. Never ends if
     another rank does not call it.
-    is_sent: y was, by `send` in the launch that made it, behind the call before this one. Ranks may differ in
-    that. delta_peers: delta was sent so, apart from y, on all ranks: of sets that take turns as `peers`' do.
-    pdl: as of rotary_kv_write.
+    is_sent: y was, to all ranks, by the launch before this one: nothing is in the tensor. Ranks may differ in
+    that. delta_peers: delta was sent to the others, apart from y, on all ranks: of sets that take turns as
+    `peers`' do.
+    pdl: as of rotary_kv_write. Rows that were sent are summed as they come, before that launch has ended.
     """
     assert (delta is None) == (slots is None)
     assert not is_sent or delta is None or delta_peers is not None
@@ -106,16 +107,23 @@ def _all_reduce_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
+    if PDL and not IS_SENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         at = row * width + columns
-        y = tl.load(y_ptr + at, mask=inside, other=0.0)
-        own = y
+        has_delta = columns < 0
         if HAS_DELTA:
             has_delta = columns < tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
-            own = _add(y, tl.load(delta_ptr + at, mask=has_delta, other=0.0))
+            delta = tl.load(delta_ptr + at, mask=has_delta, other=0.0)
+        if IS_SENT:
+            wait_for_one(rows_ptrs[RANK] + (RANK * max_rows + row) * width)
+            own = receive(rows_ptrs[RANK] + (RANK * max_rows + row) * width + columns, inside)
+        else:
+            own = tl.load(y_ptr + at, mask=inside, other=0.0)
+        y = own
+        if HAS_DELTA:
+            own = _add(y, delta)
         if not IS_SENT:
             part = y if DELTA_APART else own
             send(part, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD)
@@ -130,10 +138,16 @@ def _all_reduce_kernel(
                     sent = delta_ptrs[RANK] + (peer * max_delta_rows + row) * width + columns
                     theirs = _add(theirs, receive(sent, has_delta))
                 total += theirs.to(tl.float32)
-        values = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if PDL and IS_SENT:
+            tl.extra.cuda.gdc_launch_dependents()
+        # past the L1 cache: with IS_SENT nothing has been waited for that would clear it
+        values = tl.load(residual_ptr + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         values = (values + total.to(own.dtype).to(tl.float32)).to(own.dtype).to(tl.float32)
         tl.store(residual_ptr + at, values.to(own.dtype), mask=inside)
         tl.store(out_ptr + at, norm_row(values, weight, width, eps, own.dtype), mask=inside)
+    if PDL and IS_SENT:
+        # by now it has ended: who waits for this launch must not be ahead of that one
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

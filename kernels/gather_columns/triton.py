@@ -41,7 +41,7 @@ def gather_columns(own: torch.Tensor, peers: PeerBuffers, is_sent: bool = False)
         WORLD=world,
         IS_SENT=is_sent,
         BLOCK=_BLOCK,
-        num_warps=16,  # 8 elements a thread: one load of 16 bytes in bf16
+        num_warps=max(_BLOCK // 256, 1),  # 8 elements a thread: one load of 16 bytes in bf16
     )
     return out
 
@@ -62,19 +62,19 @@ def _gather_columns_kernel(
     """A unit is a block of one row. All are sent before the first is waited for."""
     blocks = tl.cdiv(width, BLOCK)
     num_units = num_rows * blocks
-    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
-        row = (unit // blocks).to(tl.int64)
-        column = unit % blocks * BLOCK + tl.arange(0, BLOCK)
-        inside = column < width
-        own = tl.load(own_ptr + row * width + column, mask=inside, other=0.0)
-        if not IS_SENT:
+    if not IS_SENT:
+        for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+            row = (unit // blocks).to(tl.int64)
+            column = unit % blocks * BLOCK + tl.arange(0, BLOCK)
+            inside = column < width
+            own = tl.load(own_ptr + row * width + column, mask=inside, other=0.0)
             send(own, rows_ptrs, (RANK * max_rows + row) * width + column, inside, RANK, WORLD)
-        tl.store(out_ptr + (row * WORLD + RANK) * width + column, own, mask=inside)
+            tl.store(out_ptr + (row * WORLD + RANK) * width + column, own, mask=inside)
     for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
         row = (unit // blocks).to(tl.int64)
         column = unit % blocks * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
         for peer in tl.static_range(WORLD):
-            if peer != RANK:
+            if IS_SENT or peer != RANK:
                 part = receive(rows_ptrs[RANK] + (peer * max_rows + row) * width + column, inside)
                 tl.store(out_ptr + (row * WORLD + peer) * width + column, part, mask=inside)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,9 @@ class Tile:
     num_stages: int
 
 
-FEW_ROWS = Tile(16, 64, 256, weight_first=True, num_stages=4)
+FEW_ROWS = Tile(16, 64, 256, weight_first=True, num_stages=5)
+FEW_ROWS_BESIDE = replace(FEW_ROWS, num_stages=4)
+"""Leaves room on a multiprocessor for a CTA of a LoRA branch, as those of FULL_ROWS do."""
 FULL_ROWS = (
     Tile(64, 32, 256, weight_first=False, num_stages=4),
     Tile(64, 64, 128, weight_first=True, num_stages=5),

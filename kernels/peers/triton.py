@@ -96,8 +96,12 @@ def send(
     inside: tl.tensor,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
+    TO_SELF: tl.constexpr = False,
 ) -> None:
-    """`own` to all other ranks; `to`: where this rank's part lies in their memory [ranks, most rows, H]."""
+    """`own` to all other ranks; `to`: where this rank's part lies in their memory [ranks, most rows, H].
+
+    TO_SELF: to this one as well.
+    """
     dtype: tl.constexpr = own.dtype
     bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
     empty = tl.full(own.shape, -1, bits)
@@ -105,13 +109,16 @@ def send(
     sent = own.to(bits, bitcast=True)
     sent = tl.where(sent == empty, other_nan, sent).to(dtype, bitcast=True)
     for peer in tl.static_range(WORLD):
-        if peer != RANK:
+        if TO_SELF or peer != RANK:
             tl.store(rows_ptrs[peer] + to, sent, mask=inside)
 
 
 @triton.jit
 def receive(theirs: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Elements [N] that another rank sends here, once all have come; EMPTY again behind that."""
+    """Elements [N] that a rank sends here, once all have come; EMPTY again behind that.
+
+    At least as many as threads: of threads that hold one element the last would find it taken, and wait.
+    """
     dtype: tl.constexpr = theirs.dtype.element_ty
     bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
     empty = tl.full(theirs.shape, -1, bits)
@@ -120,3 +127,13 @@ def receive(theirs: tl.tensor, inside: tl.tensor) -> tl.tensor:
         part = tl.load(theirs, mask=inside, other=0.0, volatile=True)
     tl.store(theirs, empty.to(dtype, bitcast=True), mask=inside)
     return part
+
+
+@triton.jit
+def wait_for_one(theirs: tl.tensor) -> None:
+    """Until an element has come: for long, at less cost to those who compute than by `receive`."""
+    dtype: tl.constexpr = theirs.dtype.element_ty
+    bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
+    one = tl.load(theirs, volatile=True)
+    while one.to(bits, bitcast=True) == -1:
+        one = tl.load(theirs, volatile=True)

@@ -12,6 +12,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from kernels.all_reduce.reference import all_reduce_add_rms_norm as reference
 from kernels.all_reduce.triton import all_reduce_add_rms_norm
+from kernels.linear.triton import linear, linear_to_peers
 from kernels.peers.triton import NUM_SETS, PeerBuffers
 from tests.kernels.peer_memory import (
     Sets,
@@ -23,7 +24,7 @@ from tests.kernels.peer_memory import (
     send_rows,
     shared_sets,
 )
-from tests.kernels.triton_cases import DEVICE, ULP, adapter_slots
+from tests.kernels.triton_cases import DEVICE, ULP, adapter_slots, randn
 
 EPS = 1e-5
 MAX_ROWS = 8
@@ -117,14 +118,51 @@ def test_ranks_in_streams_equal_the_reference(
     monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, num_bytes: MOST_PROGRAMS)
     sets, delta_sets = (shared_sets(world, MAX_ROWS, width, dtype) for _ in range(2))
     calls = make_calls(world, width, dtype, delta_sets)
-    for warm, is_sent in itertools.product(calls[:3], {False, can_compute(dtype)}):
-        for rank in range(world):
-            run_alone(warm._replace(senders=(rank,) if is_sent else ()), rank, sets, delta_sets)
+    for warm, rank in itertools.product(calls[:3], range(world)):
+        run_alone(warm._replace(senders=()), rank, sets, delta_sets)
+        if can_compute(dtype) and (warm.delta_peers is not None or not warm.has_delta):
+            run_alone(warm._replace(senders=(rank,)), rank, sets, delta_sets)
     for call, ranks in zip(calls, run_in_streams(calls, sets), strict=True):
         for residual, out in ranks:
             check(call, residual, out)
     assert are_empty(sets)
     assert are_empty(delta_sets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+def test_sums_what_has_come_while_the_product_runs(num_rows: int) -> None:
+    """Dependent launches give the bits of launches that wait for each other."""
+    torch.manual_seed(0)
+    width, dtype = 4096, torch.bfloat16
+    peers = shared_sets(2, 64, width, dtype)[0][0]
+    weights = [randn(width, width, dtype=dtype, scale=0.02) for _ in range(3)]
+    x, theirs, before = (randn(num_rows, width, dtype=dtype) for _ in range(3))
+    norm = randn(width, dtype=dtype)
+    y = linear(linear(x, weights[0]), weights[1])
+    want_residual, want_out = reference(before, [y, theirs], None, adapter_slots(num_rows), norm, EPS)
+    residual = before.clone()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        residual.copy_(before)
+        y, is_sent = linear_to_peers(linear(x, weights[0], pdl=True), weights[1], peers, pdl=True)
+        assert is_sent
+        out = all_reduce_add_rms_norm(residual, y, norm, EPS, peers, pdl=True, is_sent=True)
+        return out, linear(out, weights[2], pdl=True)
+
+    peers.rows[0][1, :num_rows] = theirs
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, after = step()
+    for _ in range(20):
+        for buffer in (residual, out, after):
+            buffer.fill_(torch.nan)
+        peers.rows[0][1, :num_rows] = theirs
+        graph.replay()
+        assert torch.equal(residual, want_residual)
+        torch.testing.assert_close(out.float(), want_out.float(), rtol=2 * ULP[dtype], atol=1e-6)
+        assert torch.equal(after, linear(out, weights[2]))
 
 
 def test_more_rows_than_there_is_room_for_are_a_bug_of_the_caller(tmp_path: Path) -> None:

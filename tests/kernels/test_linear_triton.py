@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.linear.tiles import FEW_ROWS, FULL_ROWS, Tile
+from kernels.linear.tiles import FEW_ROWS, FEW_ROWS_BESIDE, FULL_ROWS, Tile
 from kernels.linear.triton import linear, small_linear, tile_for
 from kernels.sgmv.plan import decode_plan
 from kernels.sgmv.table import RANK_BLOCK
@@ -46,7 +46,7 @@ def test_tiles_are_chosen_by_rows_and_columns() -> None:
 
 def test_a_shrink_finds_room_beside_our_products() -> None:
     """In the shared memory of an H200's multiprocessor; each CTA takes a KiB more than it asks for."""
-    for tile in (FEW_ROWS, *FULL_ROWS):
+    for tile in (FEW_ROWS_BESIDE, *FULL_ROWS):
         linear_bytes = tile.num_stages * (tile.rows + tile.columns) * tile.block_k * 2
         shrink = decode_plan(tile.rows, 64).shrink
         shrink_bytes = (shrink.num_stages - 1) * (shrink.rows + RANK_BLOCK) * shrink.block_k * 2
