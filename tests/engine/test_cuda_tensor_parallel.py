@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from engine.config import Dtype
 from engine.request import RequestOutput
+from kernels.linear.triton import tile_for
 from tests.engine.cuda_groups import Answers, Case, Settings, groups_of_two, run
 from tests.engine.peft_reference import PeftReference, chosen
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
@@ -29,17 +31,13 @@ PROCESSES = {
 ANSWER_TIMEOUT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    path = tmp_path_factory.mktemp("tp")
-    base = make_llama(
-        path / "base",
-        hidden_size=256,
-        intermediate_size=512,
-        head_dim=64,
-        num_attention_heads=8,
-        initializer_range=0.05,
-    )
+TINY = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 8}
+WIDE = {"hidden_size": 4096, "intermediate_size": 4096, "head_dim": 128, "num_attention_heads": 32}
+"""So wide that the products of two ranks are our own, which send their parts of sums."""
+
+
+def make_case(path: Path, shape: dict[str, int], initializer_range: float) -> Case:
+    base = make_llama(path / "base", initializer_range=initializer_range, **shape)
     adapters = {
         name: make_adapter(base, path / name, seed=seed, **settings)
         for seed, (name, settings) in enumerate(ADAPTERS.items())
@@ -47,6 +45,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     names = [None, *ADAPTERS, "r4-all"]
     prompts = [[(7 * i + j) % 256 for j in range(3 + 19 * i)] for i in range(len(names))]
     return Case(base, adapters, prompts, names)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("tp"), TINY, 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,18 @@ def test_two_ranks_equal_one(case: Case, alone: dict[Dtype, Answers], name: str)
                 sampled = [output.token_ids for output in answers.sampled]
                 assert sampled == [output.token_ids for output in alone["float32"].sampled]
             assert answers.has_peers == (i == 0 and torch.cuda.device_count() > 1), settings
+
+
+def test_two_ranks_of_a_wide_model_are_as_near_to_peft_as_rounding_is(tmp_path: Path) -> None:
+    part = torch.empty(
+        WIDE["hidden_size"], WIDE["intermediate_size"] // 2, dtype=torch.bfloat16, device="meta"
+    )
+    assert tile_for(len(ADAPTERS), part) is not None
+    wide, settings = make_case(tmp_path, WIDE, 0.02), Settings("bfloat16")
+    with groups_of_two(wide, [settings]) as process:
+        assert process.poll(2 * ANSWER_TIMEOUT_S)
+        answers: Answers = process.recv()
+    check(wide, settings.dtype, answers.greedy)
 
 
 def check(case: Case, dtype: Dtype, outputs: list[RequestOutput]) -> None:
