@@ -187,13 +187,14 @@ class EngineCore:
         # a plan without chunks may still take weights from a slot
         images = {load.digest: self.manager.image(load.digest) for load in plan.loads}
         self._runner.submit(plan, images)
-        sampling = {c.request_id: self.scheduler[c.request_id] for c in plan.chunks if c.samples}
+        sequences = self.scheduler.sequences
+        sampling = {c.request_id: sequences[c.request_id] for c in plan.chunks if c.samples}
         self._in_flight.append(sampling)
         self._step_clock.submitted(now, self._work(plan))
         if plan.chunks:
             self.stats.steps += 1
-            digests = {self.scheduler[chunk.request_id].digest for chunk in plan.chunks}
-            self.stats.step_adapters.observe(len(digests - {None}))
+            slots = {chunk.adapter_slot for chunk in plan.chunks}
+            self.stats.step_adapters.observe(len(slots - {-1}))
         if self.scheduler.waiting:
             self._deadlines.served(plan.num_tokens, len(sampling), now)
         self.is_stalled = not plan.chunks and len(self._in_flight) == 1
@@ -214,7 +215,7 @@ class EngineCore:
         for token in sampled:
             seq = sampling[token.request_id]
             # it may have ended meanwhile, and another one may have its id
-            if self.scheduler.get(token.request_id) is seq:
+            if self.scheduler.sequences.get(token.request_id) is seq:
                 self._on_token(seq, token.token_id, token.logprob)
 
     @property
@@ -243,7 +244,7 @@ class EngineCore:
     def _work(self, plan: StepPlan) -> StepWork | None:
         if not plan.chunks or plan.loads:
             return None  # a copy of weights may hold the step up
-        num_rows = sum(len(chunk.token_ids) == 1 for chunk in plan.chunks)
+        num_rows = [len(chunk.token_ids) for chunk in plan.chunks].count(1)
         return StepWork(plan.num_tokens - num_rows, num_rows, self.memory.residency.num_leased_pages)
 
     def _check(self, request: GenerateRequest) -> None:
@@ -303,7 +304,7 @@ class EngineCore:
             self.manager.want_again(digest)
         self.stats.preemptions += len(plan.preempted)
         for request_id in plan.admitted:
-            seq = self.scheduler[request_id]
+            seq = self.scheduler.sequences[request_id]
             record = self.requests[request_id]
             stats = self.stats.adapter(record.name)
             if record.started is None:
@@ -323,12 +324,12 @@ class EngineCore:
     def _on_token(self, seq: Sequence, token_id: int, logprob: TokenLogprob | None) -> None:
         request_id = seq.request_id
         record = self.requests[request_id]
-        reason = self.scheduler.on_token(request_id, token_id)
+        reason = self.scheduler.on_token(seq, token_id)
         self.stats.adapter(record.name).output_tokens += 1
         if reason:
             self._deadlines.ended(seq.num_outputs)
             self._finish(request_id)
-        asked = token_id in record.request.params.stop_token_ids
+        is_stop_asked = reason == "stop" and token_id in record.request.params.stop_token_ids
         is_told = record.request.is_traced and seq.num_outputs == 1
         self._events.append(
             TokenEvent(
@@ -336,7 +337,7 @@ class EngineCore:
                 token_id,
                 logprob,
                 finish_reason=reason,
-                stop_token_id=token_id if reason == "stop" and asked else None,
+                stop_token_id=token_id if is_stop_asked else None,
                 num_cached_tokens=seq.num_cached or 0,
                 milestones=record.milestones(self._clock()) if is_told else None,
             )

@@ -65,23 +65,14 @@ class Scheduler:
         self.memory = memory
         self.waiting = WaitingQueue(config.fair)
         self.running: list[Sequence] = []  # by arrival
-        self._sequences: dict[str, Sequence] = {}
+        self.sequences: dict[str, Sequence] = {}  # all that are here, by request
         self._copies = CopyClock(config.page_copy_s)
         self.prefetcher = Prefetcher(memory, config.prefetch)
         self._retired: set[str] = set()  # digests to drop when their last request ends
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._sequences
-
-    def __getitem__(self, request_id: str) -> Sequence:
-        return self._sequences[request_id]
-
-    def get(self, request_id: str) -> Sequence | None:
-        return self._sequences.get(request_id)
-
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self.sequences)
 
     def capacity_tokens(self, digest: str | None = None, num_adapter_pages: int = 0) -> int:
         """Tokens one request can ever hold: the pool net of pinned adapters and of its own one."""
@@ -91,7 +82,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Raises RequestTooLarge for what can never fit."""
-        assert seq.request_id not in self._sequences, seq.request_id
+        assert seq.request_id not in self.sequences, seq.request_id
         capacity = self.capacity_tokens(seq.digest, seq.num_adapter_pages)
         wanted = len(seq.prompt_token_ids) + seq.max_tokens
         if wanted > capacity:
@@ -100,14 +91,14 @@ class Scheduler:
                 f"{wanted}, but one request can hold {capacity} tokens here",
                 param="max_tokens" if len(seq.prompt_token_ids) < capacity else "prompt",
             )
-        self._sequences[seq.request_id] = seq
+        self.sequences[seq.request_id] = seq
         self.waiting.add(seq)
         if seq.digest:
             self.prefetcher.asked(seq.digest)
 
     def finish(self, request_id: str, now: float) -> None:
         """Done, cancelled or failed: everything it holds goes back."""
-        seq = self._sequences.pop(request_id)
+        seq = self.sequences.pop(request_id)
         if seq.is_running:
             _remove(self.running, seq)
             self._release(seq, now)
@@ -118,7 +109,7 @@ class Scheduler:
 
     def retire(self, digest: str) -> None:
         """Drop an adapter from the pool, at once or when its last request has ended."""
-        if any(s.digest == digest for s in self._sequences.values()):
+        if any(s.digest == digest for s in self.sequences.values()):
             self._retired.add(digest)
             return
         self._retired.discard(digest)
@@ -142,7 +133,7 @@ class Scheduler:
         if residency.num_pinned + 2 > residency.num_slots:
             raise Conflict("no adapter slot would be left for the others", param="max_adapters")
         residency.pin(digest, num_pages)
-        wanted = max((self._wanted_pages(seq) for seq in self._sequences.values()), default=1)
+        wanted = max((self._wanted_pages(seq) for seq in self.sequences.values()), default=1)
         left = self.memory.pool.num_pages - residency.num_pinned_pages
         if left < wanted:
             residency.unpin(digest)
@@ -184,7 +175,7 @@ class Scheduler:
             else:
                 self.prefetcher.evicted(eviction.digest, len(eviction.page_ids))
         for chunk in chunks:
-            self._advance(chunk)
+            self._advance(self.sequences[chunk.request_id], chunk)
         return StepPlan(
             evictions=evictions,
             freed_pages=freed,
@@ -199,21 +190,21 @@ class Scheduler:
         """Whether an adapter could be copied ahead of requests, where none is there."""
         return self.prefetcher.choose(loadable, self.waiting.namespaces, 0, now) is not None
 
-    def on_token(self, request_id: str, token_id: int) -> FinishReason | None:
-        """The oldest pending token of a request; the reason if it is the last one."""
-        seq = self._sequences[request_id]
+    def on_token(self, seq: Sequence, token_id: int) -> FinishReason | None:
+        """The oldest pending token of a request that is here; the reason if it is the last one."""
         assert seq.num_pending > 0
         seq.num_pending -= 1
         reason = seq.append(token_id)
         self.waiting.charge_output(seq)
-        if seq.is_running:
+        # most tokens fill no page: asked here, since there is one for each row of each step
+        if seq.page_ids and len(seq.token_ids) >= (len(seq.nodes) + 1) * self.memory.page_tokens:
             self._share_full_pages(seq)
         return reason
 
     def check_invariants(self) -> None:
         self.memory.check_invariants()
         self.prefetcher.check_invariants()
-        assert len(self.waiting) + len(self.running) == len(self._sequences)
+        assert len(self.waiting) + len(self.running) == len(self.sequences)
         assert len(self.running) <= self.config.max_num_seqs
         self.waiting.check_invariants()
         arrivals = [s.arrival for s in self.running]
@@ -237,19 +228,22 @@ class Scheduler:
         chunks: list[ScheduledChunk] = []
         preempted: list[str] = []
         budget = self.config.max_num_batched_tokens
-        decoding = sum(s.num_uncomputed == 1 for s in self.running)
-        for seq in list(self.running):
-            if not seq.is_running:
+        page_tokens = self.memory.page_tokens
+        wanted = [(seq, num) for seq in self.running if (num := seq.num_uncomputed)]
+        decoding = sum(num == 1 for _, num in wanted)
+        for seq, num_uncomputed in wanted:
+            if not seq.page_ids:
                 continue  # preempted for an older one
-            if seq.num_uncomputed == 1:
+            if num_uncomputed == 1:
                 decoding -= 1
                 num_tokens = 1
             else:
                 # decodes behind it keep their place in the budget
-                num_tokens = min(seq.num_uncomputed, budget - decoding)
+                num_tokens = min(num_uncomputed, budget - decoding)
             if num_tokens <= 0:
                 continue
-            while not self._grow(seq, seq.num_computed + num_tokens):
+            end = seq.num_computed + num_tokens
+            while end > len(seq.page_ids) * page_tokens and not self._grow(seq, end):
                 victim = self.running[-1]
                 decoding -= victim.num_uncomputed == 1
                 self._preempt(victim, now)
@@ -350,12 +344,12 @@ class Scheduler:
             self.memory.residency.release(seq.digest, now)
         seq.stop()
 
-    def _advance(self, chunk: ScheduledChunk) -> None:
+    def _advance(self, seq: Sequence, chunk: ScheduledChunk) -> None:
         """Whatever is scheduled later runs later, and finds the chunk's KV in the pool."""
-        seq = self._sequences[chunk.request_id]
         seq.num_computed = chunk.start + len(chunk.token_ids)
         seq.num_pending += chunk.samples
-        self._share_full_pages(seq)
+        if chunk.start < len(seq.token_ids):  # else its token is not known yet
+            self._share_full_pages(seq)
 
     def _share_full_pages(self, seq: Sequence) -> None:
         if not self.config.prefix_cache:
@@ -371,15 +365,17 @@ class Scheduler:
             seq.nodes.append(node)
 
     def _chunk(self, seq: Sequence, num_tokens: int) -> ScheduledChunk:
-        end = seq.num_computed + num_tokens
+        start, token_ids = seq.num_computed, seq.token_ids
+        end, num_known = start + num_tokens, len(token_ids)
         adapter = self.memory.residency.get(seq.digest) if seq.digest else None
+        known = tuple(token_ids[start:end])
         return ScheduledChunk(
-            request_id=seq.request_id,
-            start=seq.num_computed,
-            token_ids=(*seq.token_ids[seq.num_computed : end], *[PENDING] * (end - len(seq.token_ids))),
-            page_ids=tuple(seq.page_ids[: self.memory.pages_for(end)]),
-            adapter_slot=adapter.slot if adapter else -1,
-            samples=end == len(seq.token_ids) + seq.num_pending,
+            seq.request_id,
+            start,
+            known if end <= num_known else known + (PENDING,) * (end - num_known),
+            tuple(seq.page_ids[: self.memory.pages_for(end)]),
+            adapter.slot if adapter else -1,
+            samples=end == num_known + seq.num_pending,
         )
 
 

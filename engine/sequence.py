@@ -50,9 +50,10 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         """Tokens that steps to come must compute. 0: the last token it may have is in flight."""
-        if self.num_outputs + self.num_pending >= self.max_tokens:
+        num_tokens = len(self.token_ids) + self.num_pending
+        if num_tokens >= len(self.prompt_token_ids) + self.max_tokens:
             return 0
-        return len(self.token_ids) + self.num_pending - self.num_computed
+        return num_tokens - self.num_computed
 
     @property
     def num_outputs(self) -> int:
@@ -77,6 +78,7 @@ class Sequence:
 
     def append(self, token_id: int) -> FinishReason | None:
         self.token_ids.append(token_id)
-        if token_id in self.stop_token_ids and self.num_outputs >= self.min_tokens:
+        num_outputs = len(self.token_ids) - len(self.prompt_token_ids)
+        if token_id in self.stop_token_ids and num_outputs >= self.min_tokens:
             return "stop"
-        return "length" if self.num_outputs >= self.max_tokens else None
+        return "length" if num_outputs >= self.max_tokens else None

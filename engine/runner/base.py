@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.plan import StepPlan
 from engine.request import TokenLogprob
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from engine.adapters.image import AdapterImage
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     request_id: str
     token_id: int
     logprob: TokenLogprob | None  # if asked for

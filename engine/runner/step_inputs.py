@@ -13,6 +13,7 @@ the sampled ones are those of row 0.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from kernels.host_read.triton import read_host as read_pinned
 from kernels.sgmv.table import Segment
 
 _ALIGN = 16  # bytes
+_SLOT = operator.attrgetter("adapter_slot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +95,29 @@ class StepInputs:
         """
         if self._copied is not None:
             self._copied.synchronize()  # the copy before has read the host side
-        order = sorted(chunks, key=lambda chunk: chunk.adapter_slot)
-        starts = np.array([chunk.start for chunk in order], np.int64)
-        lengths = np.array([len(chunk.token_ids) for chunk in order], np.int64)
-        slots = np.array([chunk.adapter_slot for chunk in order], np.int32)
+        order = sorted(chunks, key=_SLOT)
+        request_ids, starts_, tokens, pages, slots_, samples = zip(*order, strict=True) if order else [()] * 6
+        starts, slots = np.array(starts_, np.int64), np.array(slots_, np.int32)
+        lengths = np.array(list(map(len, tokens)), np.int64)
         ends = lengths.cumsum()
         num_tokens = int(lengths.sum())
         positions = _ranges(starts, lengths)
         host, num = self.host, len(order)
-        token_ids = _flat([c.token_ids for c in order], num_tokens)
-        for i in np.flatnonzero(token_ids[ends - 1] == PENDING):
-            token_ids[ends[i] - 1] = -1 - slot_of(order[i].request_id)
+        token_ids = _flat(tokens, num_tokens)
+        last = ends - 1
+        pending = np.flatnonzero(token_ids[last] == PENDING)
+        token_ids[last[pending]] = [-1 - slot_of(request_ids[i]) for i in pending.tolist()]
         _fill(host["token_ids"], token_ids, num_rows, 0)
         _fill(host["positions"], positions, num_rows, 0)
-        _fill(host["kv_slots"], self._write_pages(order, positions, lengths), num_rows, -1)
+        _fill(host["kv_slots"], self._write_pages(pages, positions, lengths), num_rows, -1)
         _fill(host["slots"], slots.repeat(lengths), num_rows, -1)
         _fill(host["context_lens"], starts + lengths, num_seqs, 0)
         # a padding sequence has one query, its padding row, as long as there are rows
         host["cu_query_lens"][: num + 1] = np.concatenate(([0], ends))
         padding = num_tokens + np.arange(num_seqs - num + 1)
         host["cu_query_lens"][num : num_seqs + 1] = np.minimum(padding, num_rows)
-        sampled = [i for i, chunk in enumerate(order) if chunk.samples]
-        _fill(host["rows"], ends[sampled] - 1, len(host["rows"]), 0)
-        return Batch(num_tokens, num, _segments(slots, ends), tuple(order[i].request_id for i in sampled))
+        _fill(host["rows"], last[np.array(samples, np.bool_)], len(host["rows"]), 0)
+        return Batch(num_tokens, num, _segments(slots, ends), tuple(itertools.compress(request_ids, samples)))
 
     def copy(self, num_seqs: int) -> None:
         """To the device, on the current stream: page table rows of `num_seqs` sequences, and all else."""
@@ -125,12 +127,12 @@ class StepInputs:
             self._copied.record()
 
     def _write_pages(
-        self, order: Sequence[ScheduledChunk], positions: np.ndarray, lengths: np.ndarray
+        self, page_ids: Sequence[tuple[int, ...]], positions: np.ndarray, lengths: np.ndarray
     ) -> np.ndarray:
         """The page table; returns the KV slot of each token."""
-        num_pages = np.array([len(chunk.page_ids) for chunk in order], np.int64)
-        pages = _flat([chunk.page_ids for chunk in order], int(num_pages.sum()))
-        rows = np.arange(len(order)).repeat(num_pages)
+        num_pages = np.array(list(map(len, page_ids)), np.int64)
+        pages = _flat(page_ids, int(num_pages.sum()))
+        rows = np.arange(len(page_ids)).repeat(num_pages)
         self.host["page_table"][rows, _ranges(np.zeros_like(num_pages), num_pages)] = pages
         first = (num_pages.cumsum() - num_pages).repeat(lengths)
         page, offset = np.divmod(positions, self._page_tokens)

@@ -197,7 +197,7 @@ class Simulation:
 
     def _collect(self) -> None:
         for chunk in self.in_flight.pop(0).chunks:
-            if chunk.samples and chunk.request_id in self.scheduler:
+            if chunk.samples and chunk.request_id in self.scheduler.sequences:
                 self._on_token(chunk.request_id)
 
     def steps(self, num_steps: int) -> list[StepPlan]:
@@ -243,7 +243,7 @@ class Simulation:
         client = self.clients[request_id]
         token_id = client.sampled[len(client.output)]
         client.output.append(token_id)
-        reason = self.scheduler.on_token(request_id, token_id)
+        reason = self.scheduler.on_token(self.scheduler.sequences[request_id], token_id)
         if reason:
             self.scheduler.finish(request_id, self.now)
             self._end(request_id, reason)

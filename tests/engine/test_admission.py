@@ -12,7 +12,7 @@ from tests.engine.simulation import Simulation
 
 def num_cached(simulation: Simulation, request_id: str) -> int | None:
     simulation.step()
-    return simulation.scheduler[request_id].num_cached
+    return simulation.scheduler.sequences[request_id].num_cached
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])

@@ -36,7 +36,7 @@ class Wire:
             plan,
             evictions=tuple(e._replace(digest="", page_ids=()) for e in plan.evictions),
             loads=tuple(replace(load, digest=str(self.digests[load.digest])) for load in plan.loads),
-            chunks=tuple(replace(c, request_id=str(self.requests[c.request_id])) for c in plan.chunks),
+            chunks=tuple(c._replace(request_id=str(self.requests[c.request_id])) for c in plan.chunks),
             preempted=tuple(str(self.requests[r]) for r in plan.preempted),
             admitted=(),
             missing=(),

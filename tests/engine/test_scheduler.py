@@ -188,7 +188,7 @@ def test_the_youngest_gives_up_its_pages_and_continues_with_its_tokens_kept() ->
     simulation.submit("young", 3, max_tokens=13)
     # the 9th token of each would need a third page
     assert [p.preempted for p in simulation.steps(7)] == [()] * 6 + [("young",)]
-    young = simulation.scheduler["young"]
+    young = simulation.scheduler.sequences["young"]
     assert not young.is_running
     assert young.num_outputs == 6
     assert simulation.running() == {"old"}
@@ -225,7 +225,7 @@ def test_who_was_admitted_before_a_request_has_not_overtaken_it() -> None:
     for name, digest in (("old", "A"), ("old too", "A"), ("B", "B"), ("young", "A")):
         simulation.submit(name, 3, max_tokens=4, digest=digest)
     assert simulation.step().admitted == ("old", "old too", "young")
-    assert simulation.scheduler["B"].num_overtaken == 1
+    assert simulation.scheduler.sequences["B"].num_overtaken == 1
 
 
 def test_a_request_without_a_slot_is_overtaken_only_so_often() -> None:
@@ -407,7 +407,7 @@ def test_a_request_that_is_aborted_while_its_step_runs_returns_everything() -> N
     simulation = Simulation(num_pages=30)
     simulation.submit("a", 9, max_tokens=5, digest="x")
     simulation.step(during=lambda: simulation.abort("a"))
-    assert "a" not in simulation.scheduler
+    assert "a" not in simulation.scheduler.sequences
     simulation.check_ends()
     simulation.check_nothing_leaked()
 

@@ -180,7 +180,7 @@ def test_a_cached_prefix_serves_another_sequence(tmp_path: Path) -> None:
 def test_a_step_without_logits(tmp_path: Path) -> None:
     bench = Bench(make_llama(tmp_path), 4)
     sequence = bench.sequence(random_tokens(10, 1))
-    chunk = replace(sequence.schedule(6), samples=False)
+    chunk = sequence.schedule(6)._replace(samples=False)
     batch = build_batch([chunk], "cpu", bench.page_tokens)
     assert bench.model.forward(batch, bench.tiles.pool).shape == (0, 256)
     sequence.done = 6
