@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.choices import Choice, split_choices
 from engine.config import EngineConfig
-from engine.errors import EngineDead, LorafleetError
+from engine.errors import EngineDead, InvalidRequest, LorafleetError
 from engine.events import CallEvent, TokenEvent
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 from engine.snapshot import apply_news
@@ -108,6 +108,8 @@ class EngineClient:
         self._check_alive()
         queue: asyncio.Queue[TokenEvent | LorafleetError] = asyncio.Queue()
         choices = {c.request.request_id: c for c in split_choices(request, self.tokenizer)}
+        if not self._streams.keys().isdisjoint(choices):  # whose tokens would it get
+            raise InvalidRequest("a request of this id is running", param="request_id")
         for choice_id, choice in choices.items():
             self._streams[choice_id] = queue
             self._send(["add", encode_request(choice.request)])

@@ -248,7 +248,8 @@ class EngineCore:
         return StepWork(plan.num_tokens - num_rows, num_rows, self.memory.residency.num_leased_pages)
 
     def _check(self, request: GenerateRequest) -> None:
-        assert request.request_id not in self.requests, request.request_id
+        if request.request_id in self.requests:
+            raise InvalidRequest("a request of this id is running", param="request_id")
         prompt = request.prompt_token_ids
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", param="prompt")

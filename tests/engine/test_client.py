@@ -90,6 +90,14 @@ async def test_tokens_equal_the_engine_in_process(
         assert [delta.finish_reason for delta in deltas[-2:]] == [None, "length"]
 
 
+async def test_a_second_request_of_an_id_is_refused_and_costs_the_first_nothing(client: EngineClient) -> None:
+    first = asyncio.create_task(collect(client, request("1")))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequest, match="id"):
+        await collect(client, request("1"))
+    assert sum(len(delta.token_ids) for delta in await first) == 12
+
+
 async def test_choices_differ_and_repeat_by_seed(client: EngineClient) -> None:
     """FR-55."""
     texts = []

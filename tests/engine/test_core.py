@@ -146,6 +146,18 @@ def test_a_token_in_flight_of_an_aborted_request_is_not_anothers_of_that_id() ->
     harness.assert_nothing_is_held()
 
 
+def test_a_second_request_of_an_id_is_refused_and_costs_the_first_nothing() -> None:
+    harness = Harness()
+    harness.add("r", max_tokens=3)
+    harness.core.step()
+    with pytest.raises(InvalidRequest, match="id") as caught:
+        harness.add("r")
+    assert caught.value.param == "request_id"
+    harness.run()
+    assert harness.tokens["r"] == [0, 0, 0]
+    harness.assert_nothing_is_held()
+
+
 def test_full_queue_is_told_at_once() -> None:
     harness = Harness(max_queued_requests=2)
     harness.add("1", A)
