@@ -2,8 +2,9 @@
 
 Every rank writes its part of a row into all others' memory (kernels.peers), waits until theirs are in its
 own, and sums: one trip over the link, where a ring or a reduce-scatter takes several. The launch that made
-the part may have sent it already (kernels.linear). From each rank N - 1 times the row crosses the link, so
-large inputs are NCCL's. A program takes rows in turn.
+the part may have sent it already (kernels.linear); without a delta the sum then begins before that one has
+ended. From each rank N - 1 times the row crosses the link, so large inputs are NCCL's. A program takes rows
+in turn.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def all_reduce_add_rms_norm(
     is_sent: y was, to all ranks, by the launch before this one: nothing is in the tensor. Ranks may differ in
     that. delta_peers: delta was sent to the others, apart from y, on all ranks: of sets that take turns as
     `peers`' do.
-    pdl: as of rotary_kv_write. Rows that were sent are summed as they come, before that launch has ended.
+    pdl: as of rotary_kv_write. Rows that were sent, and have no delta, are summed as they come, before that
+    launch has ended.
     """
     assert (delta is None) == (slots is None)
     assert not is_sent or delta is None or delta_peers is not None
@@ -107,23 +109,22 @@ def _all_reduce_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    if PDL and not IS_SENT:
+    EARLY: tl.constexpr = IS_SENT and not HAS_DELTA
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         at = row * width + columns
-        has_delta = columns < 0
         if HAS_DELTA:
             has_delta = columns < tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
             delta = tl.load(delta_ptr + at, mask=has_delta, other=0.0)
-        if IS_SENT:
+        if EARLY:
             wait_for_one(rows_ptrs[RANK] + (RANK * max_rows + row) * width)
-            own = receive(rows_ptrs[RANK] + (RANK * max_rows + row) * width + columns, inside)
+        if IS_SENT:
+            y = receive(rows_ptrs[RANK] + (RANK * max_rows + row) * width + columns, inside)
         else:
-            own = tl.load(y_ptr + at, mask=inside, other=0.0)
-        y = own
-        if HAS_DELTA:
-            own = _add(y, delta)
+            y = tl.load(y_ptr + at, mask=inside, other=0.0)
+        own = _add(y, delta) if HAS_DELTA else y
         if not IS_SENT:
             part = y if DELTA_APART else own
             send(part, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD)
@@ -138,15 +139,15 @@ def _all_reduce_kernel(
                     sent = delta_ptrs[RANK] + (peer * max_delta_rows + row) * width + columns
                     theirs = _add(theirs, receive(sent, has_delta))
                 total += theirs.to(tl.float32)
-        if PDL and IS_SENT:
+        if PDL and EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-        # past the L1 cache: with IS_SENT nothing has been waited for that would clear it
+        # past the L1 cache: EARLY has waited for nothing that would clear it
         values = tl.load(residual_ptr + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         values = (values + total.to(own.dtype).to(tl.float32)).to(own.dtype).to(tl.float32)
         tl.store(residual_ptr + at, values.to(own.dtype), mask=inside)
         tl.store(out_ptr + at, norm_row(values, weight, width, eps, own.dtype), mask=inside)
-    if PDL and IS_SENT:
-        # by now it has ended: who waits for this launch must not be ahead of that one
+    if PDL and EARLY:
+        # the launch before has ended by now; who waits for this one must not be ahead of that one
         tl.extra.cuda.gdc_wait()
 
 
