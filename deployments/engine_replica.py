@@ -12,7 +12,6 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from deployments.coalesce import coalesce
 from deployments.fleet_scaler import encode_load
 from deployments.label_cap import DEFAULT_MAX_NAMES
 from deployments.metrics_server import MetricsServer
@@ -116,8 +115,8 @@ class EngineReplica:
         try:
             if route == "resident" and not await self._holds(adapter):
                 self._books.misrouted()
-            deltas = self._client.generate(decode_request(request))
-            async with aclosing(coalesce(deltas, self._settings.stream_interval_s)) as stream:
+            deltas = self._client.generate(decode_request(request), self._settings.stream_interval_s)
+            async with aclosing(deltas) as stream:
                 async for items in stream:
                     if times.first is None:
                         self._books.first_token(adapter, time.monotonic() - times.arrived)

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from engine.choices import Choice, split_choices
 from engine.config import EngineConfig
 from engine.errors import EngineDead, InvalidRequest, LorafleetError
 from engine.events import CallEvent, TokenEvent
+from engine.paced import Paced
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 from engine.snapshot import apply_news
 from engine.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ class EngineFacts:
 class EngineClient:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._streams: dict[str, asyncio.Queue[TokenEvent | LorafleetError]] = {}
+        self._streams: dict[str, _Stream] = {}  # by id of each choice that the engine runs
         self._calls: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._call_ids = map(str, itertools.count())
         self._stats: dict[str, Any] = {}
@@ -103,20 +104,24 @@ class EngineClient:
     async def wait_for_death(self) -> None:
         await asyncio.shield(self._reading)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputDelta]]:
-        """Deltas of all choices as they come. Raises LorafleetError; closing the iterator aborts the rest."""
+    async def generate(
+        self, request: GenerateRequest, interval_s: float = 0.0
+    ) -> AsyncGenerator[list[OutputDelta]]:
+        """Deltas of all choices: as they come, or with `interval_s` between pieces, except at begin and end.
+
+        Raises LorafleetError; closing the generator aborts the rest.
+        """
         self._check_alive()
-        queue: asyncio.Queue[TokenEvent | LorafleetError] = asyncio.Queue()
         choices = {c.request.request_id: c for c in split_choices(request, self.tokenizer)}
         if not self._streams.keys().isdisjoint(choices):  # whose tokens would it get
             raise InvalidRequest("a request of this id is running", param="request_id")
+        stream = _Stream(choices, Paced(interval_s))
         for choice_id, choice in choices.items():
-            self._streams[choice_id] = queue
+            self._streams[choice_id] = stream
             self._send(["add", encode_request(choice.request)])
         try:
-            while choices:
-                deltas = self._feed(choices, await _get_all(queue))
-                if deltas:
+            async with contextlib.aclosing(stream.deltas.pieces()) as pieces:
+                async for deltas in pieces:
                     yield deltas
         finally:
             for choice_id in choices:
@@ -146,27 +151,6 @@ class EngineClient:
         """As the engine told them last: at most 0.1 s old while it works, exact when it is idle."""
         self._check_alive()
         return self._stats
-
-    def _feed(
-        self, choices: dict[str, Choice], events: list[TokenEvent | LorafleetError]
-    ) -> list[OutputDelta]:
-        """Removes the choices that end."""
-        deltas = []
-        for event in events:
-            if isinstance(event, LorafleetError):
-                raise event
-            choice = choices.get(event.request_id)
-            if choice is None:
-                continue  # tokens that were under way when a stop string ended the choice
-            if event.finish_reason or event.error:
-                self._streams.pop(event.request_id)  # nothing to abort any more
-            delta = choice.feed(event)
-            if delta is not None:
-                deltas.append(delta)
-            if choice.is_finished:
-                del choices[event.request_id]
-                self._drop(event.request_id)
-        return deltas
 
     async def _call(self, name: str, argument: Any) -> dict[str, Any]:
         self._check_alive()
@@ -215,11 +199,18 @@ class EngineClient:
         for item in message["events"]:
             event = decode_event(item)
             if isinstance(event, TokenEvent):
-                queue = self._streams.get(event.request_id)
-                if queue is not None:
-                    queue.put_nowait(event)
+                self._feed(event)
             else:
                 self._answer(event)
+
+    def _feed(self, event: TokenEvent) -> None:
+        stream = self._streams.get(event.request_id)
+        if stream is None:
+            return  # a token under way when a stop string ended the choice, or its request was closed
+        if event.finish_reason or event.error:
+            del self._streams[event.request_id]  # nothing to abort any more
+        if not stream.feed(event):
+            self._drop(event.request_id)
 
     def _answer(self, event: CallEvent) -> None:
         future = self._calls.get(event.call_id)
@@ -236,8 +227,8 @@ class EngineClient:
 
     def _die(self, error: EngineDead) -> None:
         self._death = error
-        for queue in set(self._streams.values()):
-            queue.put_nowait(error)
+        for stream in set(self._streams.values()):
+            stream.deltas.end(error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
@@ -258,6 +249,29 @@ class EngineClient:
         self._writer.write(encode_frame(message))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stream:
+    choices: dict[str, Choice]  # that have not ended, by id
+    deltas: Paced[OutputDelta]
+
+    def feed(self, event: TokenEvent) -> bool:
+        """Whether its choice goes on. What is wrong with one ends the request, and harms no other."""
+        choice = self.choices[event.request_id]
+        try:
+            delta = choice.feed(event)
+        except Exception as error:
+            del self.choices[event.request_id]
+            self.deltas.end(error)
+            return False
+        if delta is not None:
+            self.deltas.put(delta)
+        if choice.is_finished:
+            del self.choices[event.request_id]
+            if not self.choices:
+                self.deltas.end()
+        return not choice.is_finished
+
+
 async def _read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
     (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
     message: dict[str, Any] = json.loads(await reader.readexactly(length))
@@ -272,11 +286,3 @@ async def _read_facts(reader: asyncio.StreamReader) -> EngineFacts:
     if "failed" in message:
         raise LorafleetError.from_dict(message["failed"])
     return EngineFacts(**message["ready"])
-
-
-async def _get_all(queue: asyncio.Queue[Any]) -> list[Any]:
-    """Wait for one, then take what else is there."""
-    items = [await queue.get()]
-    while not queue.empty():
-        items.append(queue.get_nowait())
-    return items

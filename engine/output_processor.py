@@ -86,6 +86,8 @@ class OutputProcessor:
 
     def _release(self, new_text: str) -> tuple[str, StopMatch | None]:
         """What can be sent of the held and the new text, and the stop string that ends it there."""
+        if not self._params.stop:
+            return new_text, None
         num_searched = len(self._held)
         self._held += new_text
         if self._num_output_tokens >= self._params.min_tokens:

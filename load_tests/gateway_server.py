@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from engine.config import EngineConfig
+from engine.paced import Paced
 from engine.request import GenerateRequest, OutputDelta
 
 KINDS = ("uvicorn", "serve-default", "python", "haproxy")
@@ -55,22 +57,36 @@ class FakeEngineClient:
     async def stats(self) -> dict[str, Any]:
         return {}
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[OutputDelta], None]:
-        total = request.params.max_tokens or 1
-        async for number in ticks(total, request.params.seed or 0):
-            yield [
-                OutputDelta(
-                    index=0,
-                    text=WORD,
-                    token_ids=(1,),
-                    logprobs=None,
-                    finish_reason="length" if number == total else None,
-                    stop_reason=None,
-                    num_prompt_tokens=len(request.prompt_token_ids),
-                    num_cached_tokens=0,
-                    num_output_tokens=number,
-                )
-            ]
+    async def generate(
+        self, request: GenerateRequest, interval_s: float = 0.0
+    ) -> AsyncGenerator[list[OutputDelta], None]:
+        deltas = Paced[OutputDelta](interval_s)
+        source = asyncio.create_task(_put_tokens(deltas, request))
+        try:
+            async with aclosing(deltas.pieces()) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            source.cancel()
+
+
+async def _put_tokens(deltas: Paced[OutputDelta], request: GenerateRequest) -> None:
+    total = request.params.max_tokens or 1
+    async for number in ticks(total, request.params.seed or 0):
+        deltas.put(
+            OutputDelta(
+                index=0,
+                text=WORD,
+                token_ids=(1,),
+                logprobs=None,
+                finish_reason="length" if number == total else None,
+                stop_reason=None,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=0,
+                num_output_tokens=number,
+            )
+        )
+    deltas.end()
 
 
 def run_uvicorn(port: int) -> None:

@@ -53,7 +53,10 @@ class FakeEngineClient:
     async def wait_for_death(self) -> None:
         await self._dead.wait()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[OutputDelta], None]:
+    async def generate(
+        self, request: GenerateRequest, interval_s: float = 0.0
+    ) -> AsyncGenerator[list[OutputDelta], None]:
+        """Each token by itself."""
         name = request.adapter.name if request.adapter else BASE
         magic = request.prompt_token_ids[-1]
         if magic == OVERLOADED:

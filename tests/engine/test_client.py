@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 
 from engine import Engine, EngineConfig, SamplingParams
 from engine.adapters.source import describe
+from engine.choices import Choice
 from engine.client import EngineClient
 from engine.errors import AdapterRefused, EngineDead, InvalidRequest, ModelNotFound, Unavailable
+from engine.events import TokenEvent
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 from tests.tiny import make_adapter, make_llama
 
@@ -76,6 +79,11 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
+async def is_quiet(client: EngineClient) -> bool:
+    stats = await client.stats()
+    return bool(stats["running"] == stats["waiting"] == stats["pages"]["kv"] == 0)
+
+
 async def test_tokens_equal_the_engine_in_process(
     client: EngineClient, base: Path, adapter: AdapterRef
 ) -> None:
@@ -98,6 +106,28 @@ async def test_a_second_request_of_an_id_is_refused_and_costs_the_first_nothing(
     assert sum(len(delta.token_ids) for delta in await first) == 12
 
 
+async def test_a_fault_of_ours_in_one_stream_harms_no_other(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed = Choice.feed
+
+    def broken(choice: Choice, event: TokenEvent) -> OutputDelta | None:
+        if event.request_id.startswith("bad"):
+            raise RuntimeError("ours")
+        return feed(choice, event)
+
+    monkeypatch.setattr(Choice, "feed", broken)
+    bad, good = await asyncio.gather(
+        collect(client, request("bad", n=2, max_tokens=200)),
+        collect(client, request("good")),
+        return_exceptions=True,
+    )
+    assert isinstance(bad, RuntimeError)
+    assert isinstance(good, list)
+    assert sum(len(delta.token_ids) for delta in good) == 12
+    await until(partial(is_quiet, client))
+
+
 async def test_choices_differ_and_repeat_by_seed(client: EngineClient) -> None:
     """FR-55."""
     texts = []
@@ -115,15 +145,10 @@ async def test_closing_a_stream_aborts_it(client: EngineClient, adapter: Adapter
         stream = client.generate(request(str(number), adapter if number % 2 else None, max_tokens=200))
         for _ in range(number % 20):
             await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
 
     await asyncio.gather(*(cancelled(number) for number in range(60)))
-
-    async def is_quiet() -> bool:
-        stats = await client.stats()
-        return bool(stats["running"] == stats["waiting"] == stats["pages"]["kv"] == 0)
-
-    await until(is_quiet)
+    await until(partial(is_quiet, client))
     assert await collect(client, request("after"))
 
 
