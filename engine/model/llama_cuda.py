@@ -38,7 +38,14 @@ class Linear(NamedTuple):
     y: torch.Tensor
     delta: torch.Tensor | None = None  # still to be added
     is_sent: bool = False  # y, to all ranks, which want to sum it; nothing is in the tensor then
-    is_delta_sent: bool = False
+
+
+class Base(NamedTuple):
+    """A product of the base model, and what of an adapter belongs to it."""
+
+    weight: torch.Tensor
+    module: FusedModule
+    layer: int
 
 
 class SumPeers(NamedTuple):
@@ -54,19 +61,10 @@ class Branch(Protocol):
     pdl: bool
     """Kernels may be launched before the one before has ended: in graphs, where it pays (kernels.rotary)."""
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        module: FusedModule,
-        layer: int,
-        peers: SumPeers | None = None,
-    ) -> Linear:
+    def linear(self, x: torch.Tensor, base: Base, peers: SumPeers | None = None) -> Linear:
         """`peers`: where y is to be summed over the ranks, and may be sent at once."""
 
-    def gated(
-        self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
-    ) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, base: Base, slots: torch.Tensor) -> torch.Tensor:
         """silu_mul of gate_up, what adapters add to it included."""
 
 
@@ -74,21 +72,12 @@ class NoAdapters:
     def __init__(self, pdl: bool) -> None:
         self.pdl = pdl
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        module: FusedModule,
-        layer: int,
-        peers: SumPeers | None = None,
-    ) -> Linear:
-        y, is_sent = _base_linear(x, weight, peers, self.pdl)
+    def linear(self, x: torch.Tensor, base: Base, peers: SumPeers | None = None) -> Linear:
+        y, is_sent = linear_to_peers(x, base.weight, peers and peers.parts, pdl=self.pdl)
         return Linear(y, is_sent=is_sent)
 
-    def gated(
-        self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
-    ) -> torch.Tensor:
-        return silu_mul(linear(x, weight, pdl=self.pdl), pdl=self.pdl)
+    def gated(self, x: torch.Tensor, base: Base, slots: torch.Tensor) -> torch.Tensor:
+        return silu_mul(linear(x, base.weight, pdl=self.pdl), pdl=self.pdl)
 
 
 class BesideBase:
@@ -98,14 +87,8 @@ class BesideBase:
         self.pdl = pdl
         self._workspace = workspace
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        module: FusedModule,
-        layer: int,
-        peers: SumPeers | None = None,
-    ) -> Linear:
+    def linear(self, x: torch.Tensor, base: Base, peers: SumPeers | None = None) -> Linear:
+        weight, module, layer = base
         is_ours = tile_for(len(x), weight) is not None
         if peers is not None and peers.deltas is None:
             peers = None  # y goes with what is added to it
@@ -113,18 +96,16 @@ class BesideBase:
             x,
             module,
             layer,
-            gemm=lambda: _base_linear(x, weight, peers, self.pdl, leaves_room=True),
+            gemm=lambda: linear_to_peers(x, weight, peers and peers.parts, pdl=self.pdl, leaves_room=True),
             pdl=self.pdl,
             leaves_room=is_ours,
-            peers=None if peers is None else peers.deltas,
+            peers=peers and peers.deltas,
         )
-        return Linear(y, delta, is_sent, is_delta_sent=peers is not None)
+        return Linear(y, delta, is_sent)
 
-    def gated(
-        self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
-    ) -> torch.Tensor:
-        base = self.linear(x, weight, module, layer)
-        return silu_mul(base.y, base.delta, slots, pdl=self.pdl)
+    def gated(self, x: torch.Tensor, base: Base, slots: torch.Tensor) -> torch.Tensor:
+        y, delta, _ = self.linear(x, base)
+        return silu_mul(y, delta, slots, pdl=self.pdl)
 
 
 class OntoBase:
@@ -135,22 +116,13 @@ class OntoBase:
     def __init__(self, workspace: SgmvWorkspace) -> None:
         self._workspace = workspace
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        module: FusedModule,
-        layer: int,
-        peers: SumPeers | None = None,
-    ) -> Linear:
-        y = linear(x, weight)
-        self._workspace.add(y, x, module, layer)
+    def linear(self, x: torch.Tensor, base: Base, peers: SumPeers | None = None) -> Linear:
+        y = linear(x, base.weight)
+        self._workspace.add(y, x, base.module, base.layer)
         return Linear(y)
 
-    def gated(
-        self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
-    ) -> torch.Tensor:
-        return silu_mul(self.linear(x, weight, module, layer).y)
+    def gated(self, x: torch.Tensor, base: Base, slots: torch.Tensor) -> torch.Tensor:
+        return silu_mul(self.linear(x, base).y)
 
 
 class AfterBase:
@@ -162,30 +134,12 @@ class AfterBase:
         self._workspace = workspace
         self._counts = counts
 
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        module: FusedModule,
-        layer: int,
-        peers: SumPeers | None = None,
-    ) -> Linear:
-        y = self._workspace.delta(x, module, layer, self._counts)
-        return Linear(y.addmm_(x, weight.T))
+    def linear(self, x: torch.Tensor, base: Base, peers: SumPeers | None = None) -> Linear:
+        y = self._workspace.delta(x, base.module, base.layer, self._counts)
+        return Linear(y.addmm_(x, base.weight.T))
 
-    def gated(
-        self, x: torch.Tensor, weight: torch.Tensor, module: FusedModule, layer: int, slots: torch.Tensor
-    ) -> torch.Tensor:
-        return self._workspace.silu_mul(linear(x, weight), x, module, layer, self._counts)
-
-
-def _base_linear(
-    x: torch.Tensor, weight: torch.Tensor, peers: SumPeers | None, pdl: bool, leaves_room: bool = False
-) -> tuple[torch.Tensor, bool]:
-    """x W^T, and whether it was sent."""
-    if peers is None:
-        return linear(x, weight, pdl=pdl, leaves_room=leaves_room), False
-    return linear_to_peers(x, weight, peers.parts, pdl=pdl, leaves_room=leaves_room)
+    def gated(self, x: torch.Tensor, base: Base, slots: torch.Tensor) -> torch.Tensor:
+        return self._workspace.silu_mul(linear(x, base.weight), x, base.module, base.layer, self._counts)
 
 
 class CudaLlama:
@@ -240,16 +194,14 @@ class CudaLlama:
         h_TE = rms_norm(residual_TE, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
             before_layer(i)
-            qkv_TX = branch.linear(h_TE, layer.qkv, self.qkv, i)
-            rows = slots if qkv_TX.delta is not None else None
-            q_THD = rotary_kv_write(
-                qkv_TX.y, cos_TD, sin_TD, kv_pages, i, kv_slots, qkv_TX.delta, rows, pdl=pdl
-            )
+            qkv_TX, delta, _ = branch.linear(h_TE, Base(layer.qkv, self.qkv, i))
+            rows = slots if delta is not None else None
+            q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows, pdl=pdl)
             o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention, pdl=pdl)
-            partial = branch.linear(o_THD.flatten(1), layer.o, self.o, i, peer_sets[0])
+            partial = branch.linear(o_THD.flatten(1), Base(layer.o, self.o, i), peer_sets[0])
             h_TE = self._add_norm(residual_TE, partial, layer.post_norm, slots, pdl, peer_sets[0])
-            act_TI = branch.gated(h_TE, layer.gate_up, self.gate_up, i, slots)
-            partial = branch.linear(act_TI, layer.down, self.down, i, peer_sets[1])
+            act_TI = branch.gated(h_TE, Base(layer.gate_up, self.gate_up, i), slots)
+            partial = branch.linear(act_TI, Base(layer.down, self.down, i), peer_sets[1])
             is_last = i + 1 == len(layers)
             norm = self.weights.final_norm if is_last else layers[i + 1].input_norm
             h_TE = self._add_norm(residual_TE, partial, norm, slots, pdl, peer_sets[1])
@@ -269,7 +221,7 @@ class CudaLlama:
         """For sums of so many rows, in turn; None: they go another way."""
         if self._peers is None or num_rows > self._peers[0].max_rows:
             return None, None
-        # alike on all ranks; where the product does not send y, there is nothing to gain
+        # only where products may send y too; asked so that all ranks answer alike
         deltas = self._delta_peers if has_tile(num_rows) else None
         first, second = (None, None) if deltas is None else deltas
         return SumPeers(self._peers[0], first), SumPeers(self._peers[1], second)
@@ -284,12 +236,11 @@ class CudaLlama:
         peers: SumPeers | None,
     ) -> torch.Tensor:
         """Over the ranks the sum of `partial`, what adapters add included."""
-        (y, delta, is_sent, is_delta_sent), eps = partial, self.spec.rms_norm_eps
+        (y, delta, is_sent), eps = partial, self.spec.rms_norm_eps
         rows = slots if delta is not None else None
         if peers is not None:
-            deltas = peers.deltas if is_delta_sent else None
             return all_reduce_add_rms_norm(
-                residual, y, norm, eps, peers.parts, delta, rows, pdl, is_sent, deltas
+                residual, y, norm, eps, peers.parts, delta, rows, pdl, is_sent, peers.deltas
             )
         if self._comm is not ALONE:
             if delta is not None:

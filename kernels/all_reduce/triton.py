@@ -35,8 +35,8 @@ def all_reduce_add_rms_norm(
     slots: both or neither. All ranks must call it as often and in the same order, sets in turn. Never ends if
     another rank does not call it.
     is_sent: y was, to all ranks, by the launch before this one: nothing is in the tensor. Ranks may differ in
-    that. delta_peers: delta was sent to the others, apart from y, on all ranks: of sets that take turns as
-    `peers`' do.
+    that. delta_peers: delta, if any, was sent to the others, apart from y, on all ranks: of sets in turn as
+    `peers`' are.
     pdl: as of rotary_kv_write. Rows that were sent, and have no delta, are summed as they come, before that
     launch has ended.
     """

@@ -131,7 +131,7 @@ def receive(theirs: tl.tensor, inside: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def wait_for_one(theirs: tl.tensor) -> None:
-    """Until an element has come: for long, at less cost to those who compute than by `receive`."""
+    """Until an element has come: who waits for long reads no more than that one meanwhile."""
     dtype: tl.constexpr = theirs.dtype.element_ty
     bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
     one = tl.load(theirs, volatile=True)

@@ -15,7 +15,7 @@ import kernels.linear.triton
 from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.loading import load_image
 from engine.model.llama import LlamaModel
-from engine.model.llama_cuda import AfterBase, BesideBase, Branch, CudaLlama, NoAdapters, OntoBase
+from engine.model.llama_cuda import AfterBase, Base, BesideBase, Branch, CudaLlama, NoAdapters, OntoBase
 from engine.model.loading import load_weights
 from engine.model.spec import load_model_spec, local_spec
 from engine.plan import ScheduledChunk
@@ -213,7 +213,7 @@ def test_our_own_products_leave_room_for_the_branch_beside_them(num_rows: int, i
     workspace = MagicMock()
     workspace.beside.return_value = ((torch.empty(0), False), torch.empty(0))
     x, weight = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (num_rows, 4096))
-    BesideBase(workspace, pdl=True).linear(x, weight, FusedModule(0, 4096, (4096,)), 0)
+    BesideBase(workspace, pdl=True).linear(x, Base(weight, FusedModule(0, 4096, (4096,)), 0))
     assert workspace.beside.call_args.kwargs["leaves_room"] == is_ours
 
 
