@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.request import GenerateRequest, Milestones
 from engine.sequence import Sequence
@@ -19,10 +19,6 @@ class LiveRequest:
     tier: str | None = None  # where its adapter was found
     loaded: float | None = None  # when its adapter had been read, if it had to be
     started: float | None = None  # when it was first scheduled
-    name: str | None = field(init=False)  # of its adapter
-
-    def __post_init__(self) -> None:
-        self.name = self.request.adapter.name if self.request.adapter else None
 
     @property
     def deadline(self) -> float | None:
@@ -37,3 +33,7 @@ class LiveRequest:
         """`now`: when its first token came."""
         assert self.started is not None
         return Milestones(self.arrived, self.loaded or self.arrived, self.started, now, self.tier)
+
+    @property
+    def name(self) -> str | None:
+        return self.request.adapter.name if self.request.adapter else None

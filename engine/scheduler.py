@@ -175,7 +175,7 @@ class Scheduler:
             else:
                 self.prefetcher.evicted(eviction.digest, len(eviction.page_ids))
         for chunk in chunks:
-            self._advance(self.sequences[chunk.request_id], chunk)
+            self._advance(chunk)
         return StepPlan(
             evictions=evictions,
             freed_pages=freed,
@@ -197,7 +197,7 @@ class Scheduler:
         reason = seq.append(token_id)
         self.waiting.charge_output(seq)
         # most tokens fill no page: asked here, since there is one for each row of each step
-        if seq.page_ids and len(seq.token_ids) >= (len(seq.nodes) + 1) * self.memory.page_tokens:
+        if seq.is_running and len(seq.token_ids) >= (len(seq.nodes) + 1) * self.memory.page_tokens:
             self._share_full_pages(seq)
         return reason
 
@@ -228,11 +228,10 @@ class Scheduler:
         chunks: list[ScheduledChunk] = []
         preempted: list[str] = []
         budget = self.config.max_num_batched_tokens
-        page_tokens = self.memory.page_tokens
         wanted = [(seq, num) for seq in self.running if (num := seq.num_uncomputed)]
         decoding = sum(num == 1 for _, num in wanted)
         for seq, num_uncomputed in wanted:
-            if not seq.page_ids:
+            if not seq.is_running:
                 continue  # preempted for an older one
             if num_uncomputed == 1:
                 decoding -= 1
@@ -242,8 +241,7 @@ class Scheduler:
                 num_tokens = min(num_uncomputed, budget - decoding)
             if num_tokens <= 0:
                 continue
-            end = seq.num_computed + num_tokens
-            while end > len(seq.page_ids) * page_tokens and not self._grow(seq, end):
+            while not self._grow(seq, seq.num_computed + num_tokens):
                 victim = self.running[-1]
                 decoding -= victim.num_uncomputed == 1
                 self._preempt(victim, now)
@@ -344,8 +342,9 @@ class Scheduler:
             self.memory.residency.release(seq.digest, now)
         seq.stop()
 
-    def _advance(self, seq: Sequence, chunk: ScheduledChunk) -> None:
+    def _advance(self, chunk: ScheduledChunk) -> None:
         """Whatever is scheduled later runs later, and finds the chunk's KV in the pool."""
+        seq = self.sequences[chunk.request_id]
         seq.num_computed = chunk.start + len(chunk.token_ids)
         seq.num_pending += chunk.samples
         if chunk.start < len(seq.token_ids):  # else its token is not known yet

@@ -78,7 +78,7 @@ class Sequence:
 
     def append(self, token_id: int) -> FinishReason | None:
         self.token_ids.append(token_id)
-        num_outputs = len(self.token_ids) - len(self.prompt_token_ids)
+        num_outputs = self.num_outputs
         if token_id in self.stop_token_ids and num_outputs >= self.min_tokens:
             return "stop"
         return "length" if num_outputs >= self.max_tokens else None

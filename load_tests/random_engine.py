@@ -1,4 +1,4 @@
-"""A GPU engine of Llama-3-8B shape with random weights and adapters, for the benches."""
+"""An engine of Llama-3-8B shape with random weights and adapters, for the benches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.loop import EngineLoop, Inbox
 from engine.model.loading import LlamaWeights, allocate_weights
 from engine.model.spec import ModelSpec, RopeSpec
 from engine.request import AdapterRef, GenerateRequest
-from engine.runner.cuda import CudaRunner
+from engine.runner.base import Runner
 from engine.sampling_params import SamplingParams
 from engine.shape import NUM_PROJECTIONS, ModelShape
 from engine.sharding import WHOLE, Shard, shard_shape
@@ -68,7 +68,7 @@ class RandomEngine:
 
     def __init__(
         self,
-        runner: CudaRunner,
+        runner: Runner,
         config: EngineConfig,
         num_pages: int,
         max_model_len: int,
@@ -138,7 +138,7 @@ def random_image(rank: int, shape: ModelShape = SHAPE, rows_of: RowsOf = all_row
     offsets = torch.full((shape.num_layers, NUM_PROJECTIONS, 2, -(-rank // 16)), -1, dtype=torch.int64)
     for tile in layout.tiles:
         offsets[tile.layer, tile.projection, tile.side, tile.block] = tile.offset
-    arena = HostArena(shape.page_elems(PAGE_TOKENS), torch.bfloat16, is_pinned=True)
+    arena = HostArena(shape.page_elems(PAGE_TOKENS), torch.bfloat16, is_pinned=torch.cuda.is_available())
     pages = arena.take(layout.num_pages)
     numbers = torch.empty_like(pages[0]).normal_(0.0, 0.02)
     for page in pages:

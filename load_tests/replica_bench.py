@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import aclosing
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from deployments.wire import encode_deltas
 from engine.client import EngineClient
@@ -64,8 +64,9 @@ async def _consume(client: EngineClient, name: str, params: SamplingParams) -> i
 
 
 def main() -> int:
-    for name, stop in (("no stop strings", ()), ("two stop strings", ("</end>", "\n\n"))):
-        params = SamplingParams(max_tokens=NUM_TOKENS, stop=cast("tuple[str, ...]", stop))
+    stops: dict[str, tuple[str, ...]] = {"no stop strings": (), "two stop strings": ("</end>", "\n\n")}
+    for name, stop in stops.items():
+        params = SamplingParams(max_tokens=NUM_TOKENS, stop=stop)
         us = min(asyncio.run(measure(params)) for _ in range(ROUNDS))
         sys.stdout.write(f"{name}: {us:.1f} us a token\n")
     return 0

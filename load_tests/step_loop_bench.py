@@ -2,9 +2,9 @@
 
     python -m load_tests.step_loop_bench [--out load_tests/results]
 
-The engine's step loop as it serves (prefix cache, stop tokens, events encoded for the client), with a runner
-that computes nothing: it writes a step's inputs as the GPU backend does, in Python and numpy, and gives each
-row a token at once. No GPU, no model. Left out: the launches, about 0.1 ms a step, and sampling's settings.
+The engine's step loop as it serves (prefix cache, events encoded for the client), with a runner that computes
+nothing: it writes a step's inputs as the GPU backend does, in Python and numpy, and gives each row a token at
+once. No GPU, no model. Left out: the launches, and sampling's settings.
 
   turn    one step of the loop, milliseconds of one CPU core; fastest of 20 rounds of 20 steps
   inputs  of it, the step's integers and the lists of adapters
@@ -16,38 +16,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine.adapters.image import AdapterImage
-from engine.adapters.loader import LoadResult
-from engine.adapters.manager import AdapterManager
 from engine.config import EngineConfig
-from engine.core import EngineCore, Geometry
-from engine.errors import AdapterRefused
 from engine.heap import keep_what_is_there
-from engine.loop import EngineLoop
 from engine.plan import StepPlan
-from engine.request import AdapterRef, GenerateRequest
 from engine.runner.base import SampledToken
 from engine.runner.step_inputs import StepInputs
 from engine.sampling_params import SamplingParams
 from engine.wire import encode_event, encode_frame
 from kernels.sgmv.lists import lists_size, write_lists
 from kernels.sgmv.plan import decode_plan
+from load_tests.random_engine import PAGE_TOKENS, SHAPE, RandomEngine
 
-PAGE_TOKENS, NUM_PAGES, MAX_MODEL_LEN = 16, 24_000, 2048
-MAX_SEQS, MAX_TOKENS, VOCAB = 256, 8192, 128_256
-NUM_ADAPTERS, RANK, ADAPTER_PAGES = 64, 16, 22
+NUM_PAGES, MAX_MODEL_LEN, MAX_SEQS, MAX_TOKENS = 24_000, 2048, 256, 8192
+NUM_ADAPTERS, RANK = 64, 16
 PROMPT, ROUNDS, ROUND_STEPS = 64, 20, 20
 COMMAND = "python -m load_tests.step_loop_bench"
 
@@ -94,69 +86,32 @@ class HostOnly:
     def close(self) -> None: ...
 
 
-class HostLoader:
-    """Adapters are there at once, and are nothing but their size."""
-
-    def __init__(self) -> None:
-        self.done: list[LoadResult] = []
-
-    def submit(self, ref: AdapterRef) -> None:
-        image: Any = SimpleNamespace(
-            digest=ref.name,
-            num_pages=ADAPTER_PAGES,
-            nbytes=ADAPTER_PAGES,
-            rank=RANK,
-            is_from_disk=False,
-            report={},
-        )
-        self.done.append(LoadResult(ref, cast("AdapterImage", image), None, 0.0))
-
-    def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
-        raise error
-
-    def forget_failure(self, ref: AdapterRef) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def measure(batch: int, num_adapters: int) -> dict[str, float]:
     """Milliseconds a step, of `batch` requests that decode."""
     config = EngineConfig(
-        model="none", device="cpu", max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, max_rank=RANK,
+        model="random", device="cpu", max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, max_rank=RANK,
         max_adapters=NUM_ADAPTERS, host_cache_bytes=1 << 40,
     )  # fmt: skip
-    geometry = Geometry(NUM_PAGES, PAGE_TOKENS, 1, MAX_MODEL_LEN, VOCAB, (2,))
-    runner, loader = HostOnly(), HostLoader()
-    core = EngineCore(
-        config,
-        geometry,
-        runner,
-        AdapterManager(loader, config.host_cache_bytes, NUM_ADAPTERS),
-        time.monotonic,
-    )
-    loop = EngineLoop(core, queue.SimpleQueue())
-    refs = [AdapterRef(f"a{i}", f"none:/{i}", "") for i in range(num_adapters)]
-    for ref in refs:
-        core.load_adapter(ref.name, ref)
-    for result in loader.done:
-        core.on_loaded(result)
-    core.take_events()
+    runner = HostOnly()
+    names = [f"a{i}" for i in range(num_adapters)]
+    engine = RandomEngine(runner, config, NUM_PAGES, MAX_MODEL_LEN, dict.fromkeys(names, RANK))
+    engine.read(names)
     rng = random.Random(0)
-    params = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN - PROMPT, seed=0)
     for i in range(batch):
-        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(PROMPT))
-        core.add_request(GenerateRequest(str(i), prompt, params, refs[i % num_adapters] if refs else None))
+        prompt = [rng.randrange(SHAPE.vocab_size) for _ in range(PROMPT)]
+        adapter = names[i % num_adapters] if names else None
+        engine.core.add_request(engine.request(str(i), prompt, MAX_MODEL_LEN - PROMPT, adapter))
     for _ in range(ROUND_STEPS):
-        loop.turn(0.0)
-    rounds = [_round(loop, runner, batch) for _ in range(ROUNDS)]
+        engine.turn()
+    rounds = [_round(engine, runner, batch) for _ in range(ROUNDS)]
     return min(rounds, key=lambda r: r["turn"])
 
 
-def _round(loop: EngineLoop, runner: HostOnly, batch: int) -> dict[str, float]:
+def _round(engine: RandomEngine, runner: HostOnly, batch: int) -> dict[str, float]:
     runner.inputs_s = encode_s = 0.0
     began = time.perf_counter()
     for _ in range(ROUND_STEPS):
-        events = loop.turn(0.0)
+        events = engine.turn()
         assert len(events) == batch
         turned = time.perf_counter()
         encode_frame({"events": [encode_event(event) for event in events]})

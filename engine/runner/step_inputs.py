@@ -26,7 +26,6 @@ from kernels.host_read.triton import read_host as read_pinned
 from kernels.sgmv.table import Segment
 
 _ALIGN = 16  # bytes
-_SLOT = operator.attrgetter("adapter_slot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +94,10 @@ class StepInputs:
         """
         if self._copied is not None:
             self._copied.synchronize()  # the copy before has read the host side
-        order = sorted(chunks, key=_SLOT)
-        request_ids, starts_, tokens, pages, slots_, samples = zip(*order, strict=True) if order else [()] * 6
-        starts, slots = np.array(starts_, np.int64), np.array(slots_, np.int32)
+        order = sorted(chunks, key=operator.attrgetter("adapter_slot"))
+        fields = zip(*order, strict=True) if order else [()] * len(ScheduledChunk._fields)
+        request_ids, firsts, tokens, pages, adapters, samples = fields
+        starts, slots = np.array(firsts, np.int64), np.array(adapters, np.int32)
         lengths = np.array(list(map(len, tokens)), np.int64)
         ends = lengths.cumsum()
         num_tokens = int(lengths.sum())
