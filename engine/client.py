@@ -124,7 +124,7 @@ class EngineClient:
                 async for deltas in pieces:
                     yield deltas
         finally:
-            for choice_id in choices:
+            for choice_id in stream.choices:
                 self._drop(choice_id)
 
     async def load_adapter(self, ref: AdapterRef) -> dict[str, Any]:

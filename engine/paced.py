@@ -1,7 +1,7 @@
 """A stream in few, larger pieces: what was put since the last one was taken. For one event loop.
 
-Putting costs no turn of the loop: to wake whoever takes for each token took longer than all else that a token
-needs. The first piece goes at once, and so does the end; in between there are `interval_s` at least.
+Putting costs no turn of the loop: to wake whoever takes for each token took about as long as all else that a
+token needs. The first piece goes at once, and so does the end; in between there are `interval_s` at least.
 """
 
 from __future__ import annotations

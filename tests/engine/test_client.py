@@ -152,6 +152,27 @@ async def test_closing_a_stream_aborts_it(client: EngineClient, adapter: Adapter
     assert await collect(client, request("after"))
 
 
+async def test_leaving_in_the_pause_between_two_pieces_aborts_too(client: EngineClient) -> None:
+    """FR-56: whoever waits is cancelled, or closes the stream."""
+    names = ("is cancelled", "is closed")  # of no other test: an abort is answered late
+    cancelled, closed = (client.generate(request(name, max_tokens=300), interval_s=60) for name in names)
+    await anext(cancelled)
+    waiting = asyncio.ensure_future(anext(cancelled))
+    await anext(closed)
+    await closed.aclose()
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await until(partial(is_quiet, client))
+
+
+async def test_with_an_interval_the_first_token_and_the_end_go_at_once(client: EngineClient) -> None:
+    pieces = [deltas async for deltas in client.generate(request("paced"), interval_s=60)]
+    assert len(pieces) == 2
+    assert sum(len(delta.token_ids) for deltas in pieces for delta in deltas) == 12
+
+
 async def test_stop_string_ends_the_engine_request_too(client: EngineClient) -> None:
     """FR-49."""
     whole = "".join(d.text for d in await collect(client, request("1", max_tokens=100)))
