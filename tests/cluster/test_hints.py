@@ -45,13 +45,22 @@ class Fleet:
         return sum([len(d.token_ids) async for deltas in self.service.generate(request) for d in deltas])
 
     @asynccontextmanager
-    async def full(self) -> AsyncGenerator[None, None]:
-        """Until the end every place is taken."""
+    async def full(self) -> AsyncGenerator[dict[str, AsyncExitStack], None]:
+        """Until the end every place is taken; those of a replica get free when its stack is closed."""
         async with AsyncExitStack() as stack:
-            for _ in range(PLACES):
-                await stack.enter_async_context(self._long_request())
-            await until(lambda: self.num_requests_is(PLACES))
-            yield
+            taken = {
+                r["replica"]: await stack.enter_async_context(AsyncExitStack()) for r in await self.replicas()
+            }
+            before = await self.num_requests()
+            while sum(before.values()) < PLACES:
+                async with AsyncExitStack() as one:
+                    await one.enter_async_context(self._long_request())
+                    await until(lambda: self.num_requests_is(sum(before.values()) + 1))
+                    now = await self.num_requests()
+                    (replica,) = (r for r in now if now[r] > before[r])
+                    taken[replica].push_async_exit(one.pop_all())
+                before = now
+            yield taken
 
     @asynccontextmanager
     async def _long_request(self) -> AsyncGenerator[None, None]:
@@ -79,8 +88,10 @@ class Fleet:
         return await self.num_requests_is(0)
 
     async def num_requests_is(self, count: int) -> bool:
-        requests: int = sum(r.get("running", 0) + r.get("waiting", 0) for r in await self.replicas())
-        return requests == count
+        return sum((await self.num_requests()).values()) == count
+
+    async def num_requests(self) -> dict[str, int]:
+        return {r["replica"]: r.get("running", 0) + r.get("waiting", 0) for r in await self.replicas()}
 
     async def tiers(self, adapter: str) -> list[str]:
         """Of the replicas that know it."""
@@ -127,7 +138,7 @@ def fleet(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_what_waits_is_loaded_meanwhile_by_one_replica(fleet: Fleet) -> None:
     async def main() -> None:
-        async with fleet.full():
+        async with fleet.full() as taken:
             waiting = [asyncio.create_task(fleet.ask("waits")) for _ in range(3)]
             await until(lambda: fleet.is_in("host", "waits"))
             await asyncio.sleep(0.5)  # and router looks at who waits
@@ -135,7 +146,9 @@ def test_what_waits_is_loaded_meanwhile_by_one_replica(fleet: Fleet) -> None:
             assert not any(task.done() for task in waiting)
             for task in waiting[1:]:  # several might go to several replicas, when these have places
                 task.cancel()
-        assert await waiting[0] == 4
+            (home,) = (r["replica"] for r in await fleet.replicas() if "waits" in r["adapters"])
+            await taken[home].aclose()  # first: whoever has a place gets what waits
+            assert await waiting[0] == 4
         await until(fleet.is_idle)  # so that statistics are exact
         lookups = await fleet.lookups("waits")
         assert (lookups["hbm"] + lookups["host"], lookups["source"]) == (1, 0)
