@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,12 @@ class Fleet:
     async def full(self) -> AsyncGenerator[dict[str, AsyncExitStack], None]:
         """Until the end every place is taken; those of a replica get free when its stack is closed."""
         async with AsyncExitStack() as stack:
-            taken = {
-                r["replica"]: await stack.enter_async_context(AsyncExitStack()) for r in await self.replicas()
-            }
             before = await self.num_requests()
-            while sum(before.values()) < PLACES:
+            taken = {replica: await stack.enter_async_context(AsyncExitStack()) for replica in before}
+            for count in range(1, PLACES + 1):
                 async with AsyncExitStack() as one:
                     await one.enter_async_context(self._long_request())
-                    await until(lambda: self.num_requests_is(sum(before.values()) + 1))
+                    await until(partial(self.num_requests_is, count))
                     now = await self.num_requests()
                     (replica,) = (r for r in now if now[r] > before[r])
                     taken[replica].push_async_exit(one.pop_all())
