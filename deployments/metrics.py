@@ -15,6 +15,7 @@ counts as zero, and the names under "adapters" are names that the engine accepte
      "slots": {"total": 64, "used": 2},                         # adapter slots
      "host_cache": {"capacity_bytes": 2147483648, "used_bytes": 50331648},
      "evictions": {"hbm": {"pages": 4, "unused": 2, "unloaded": 1}, "host": {"bytes": 1}},  # tier and cause
+     "evictions_blocked": {"slot": 3},                          # waits, by what was lacking: slot or pages
      "prefetches": {"hint": {"copied": 3, "used": 3}, "popularity": {...}},  # copied before they were wanted
      "load_seconds": {"bounds": [0.01, 0.1, 1.0], "counts": [1, 5, 2, 0], "sum": 1.7},  # last: above all
      "step_seconds": {...}, "step_adapters": {...},             # histograms too; adapters in a step
@@ -169,6 +170,11 @@ def _replica_families(replicas: list[Stats]) -> Iterator[Metric]:
 def _pool_families(replicas: list[Stats]) -> Iterator[Metric]:
     pages = gauge("pool_pages", "Pages of the pool by owner.", "owner")
     evictions = counter("evictions", "Evictions of adapters by cause.", "tier", "cause")
+    blocked = counter(
+        "evictions_blocked",
+        "Waits of requests because all that could be evicted for them was in use, by what they lacked.",
+        "cause",
+    )
     prefetches = counter(
         "prefetches", "Adapters copied to the pool before a request asked for them.", "reason"
     )
@@ -184,12 +190,14 @@ def _pool_families(replicas: list[Stats]) -> Iterator[Metric]:
         for tier, causes in stats.get("evictions", {}).items():
             for cause, count in causes.items():
                 evictions.add_metric([tier, cause, replica], count)
+        for cause, count in stats.get("evictions_blocked", {}).items():
+            blocked.add_metric([cause, replica], count)
         for reason, counts in stats.get("prefetches", {}).items():
             prefetches.add_metric([reason, replica], counts["copied"])
             used.add_metric([reason, replica], counts["used"])
         for reason, count in sorted(stats.get("routes", {}).items()):
             routes.add_metric([reason, replica], count)
-    yield from (pages, evictions, prefetches, used, routes)
+    yield from (pages, evictions, blocked, prefetches, used, routes)
 
 
 def _adapter_families(replicas: list[Stats]) -> Iterator[Metric]:

@@ -66,6 +66,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.fair)
         self.running: list[Sequence] = []  # by arrival
         self.sequences: dict[str, Sequence] = {}  # all that are here, by request
+        self.num_blocked: Counter[str] = Counter()  # waits for what is in use, by what was lacking
         self._copies = CopyClock(config.page_copy_s)
         self.prefetcher = Prefetcher(memory, config.prefetch)
         self._retired: set[str] = set()  # digests to drop when their last request ends
@@ -275,6 +276,9 @@ class Scheduler:
             is_starving = False
             if lack in (Lack.PAGES, Lack.SLOT):
                 blocked.append((seq, len(admitted)))
+                if seq.blocked_since is None:
+                    seq.blocked_since = now
+                    self.num_blocked[lack.value] += 1
                 is_starving = self._is_starving(seq, now)
             if lack is Lack.PAGES and (is_starving or num_lacking[lack] == MAX_LACKING):
                 break
@@ -306,8 +310,7 @@ class Scheduler:
 
     def _is_starving(self, seq: Sequence, now: float) -> bool:
         """It is blocked now, and was for too long."""
-        if seq.blocked_since is None:
-            seq.blocked_since = now
+        assert seq.blocked_since is not None
         return (
             seq.num_overtaken >= self.config.max_overtakes
             or now - seq.blocked_since >= self.config.max_overtaken_s

@@ -88,6 +88,7 @@ def _facts(core: EngineCore) -> dict[str, Any]:
             "hbm": dict(core.stats.hbm_evictions),
             "host": {"bytes": core.manager.num_evicted},
         },
+        "evictions_blocked": dict(core.scheduler.num_blocked),
         "prefetches": core.scheduler.prefetcher.to_dict(),
         "load_seconds": core.stats.load_seconds.to_dict(),
         "step_seconds": core.stats.step_seconds.to_dict(),

@@ -87,8 +87,14 @@ def found_where(title: str, selector: str = "", about: str = "") -> Panel:
 
 
 def evictions(selector: str = "") -> Panel:
-    expression = rate("evictions_total", selector, "tier, cause")
-    return panel("Evictions", "stack", (expression, "{{tier}}: {{cause}}"), unit="ops")
+    return panel(
+        "Evictions",
+        "stack",
+        (rate("evictions_total", selector, "tier, cause"), "{{tier}}: {{cause}}"),
+        (rate("evictions_blocked_total", selector, "cause"), "blocked: {{cause}}"),
+        unit="ops",
+        about="Blocked: a request waits, since all that could have been evicted for it is in use.",
+    )
 
 
 def pool_pages(selector: str = "") -> Panel:

@@ -102,14 +102,17 @@ def test_slots_loads_and_lookups_by_tier_are_there() -> None:
 
 
 def test_evictions_by_cause_and_pages_by_owner_are_there() -> None:
+    """FR-24: also those that were wanted and could not be."""
     found = samples(
         replica(
             evictions={"hbm": {"pages": 4}, "host": {"bytes": 1}},
+            evictions_blocked={"slot": 6},
             prefetches={"hint": {"copied": 5, "used": 3}},
             pages={"total": 10, "free": 3, "kv": 4, "prefix": 1, "adapters": 2},
         )
     )
     assert value(found, "lorafleet_evictions_total", tier="hbm", cause="pages", replica="r1") == 4
+    assert value(found, "lorafleet_evictions_blocked_total", cause="slot", replica="r1") == 6
     assert value(found, "lorafleet_prefetches_total", reason="hint", replica="r1") == 5
     assert value(found, "lorafleet_prefetches_used_total", reason="hint", replica="r1") == 3
     pages = {labels: v for (name, labels), v in found.items() if name == "lorafleet_pool_pages"}

@@ -21,6 +21,7 @@ from tests.engine.fakes import PAGE_BYTES, Harness, image
 
 A = AdapterRef("a", "dir/a", "1")
 B = AdapterRef("b", "dir/b", "1")
+C = AdapterRef("c", "dir/c", "1")
 
 
 def test_base_request_runs_at_once() -> None:
@@ -75,6 +76,29 @@ def test_hits_are_counted_by_tier() -> None:
     assert harness.core.stats.adapters["a"].host_hits == 1
     assert harness.core.stats.hbm_evictions == {"slot": 2}
     assert harness.loader.submitted == []
+
+
+def test_loads_that_are_called_for_take_no_slot_from_those_who_run() -> None:
+    """FR-24: they stay in host memory; a request for one waits, and that is counted."""
+    harness = Harness(max_adapters=2, max_overtaken_s=0.1)
+    for ref, number in ((A, 1), (B, 2)):
+        harness.add(ref.name, ref, max_tokens=60)
+        harness.loaded(ref, image(number))
+    harness.step()
+    for i in range(20):
+        harness.core.load_adapter(f"load {i}", C)
+        if C in harness.loader.submitted:
+            harness.loaded(C, image(3))
+        harness.step()
+        assert harness.answers[f"load {i}"]["status"] == "ok"
+        if i % 5 == 4:
+            harness.core.unload_adapter(f"unload {i}", "c")
+    assert snapshot(harness.core)["evictions_blocked"] == {}
+    harness.add("waits", C)
+    harness.loaded(C, image(3))
+    harness.run()
+    assert [harness.tokens[r] for r in ("a", "b", "waits")] == [[1] * 60, [2] * 60, [3] * 4]
+    assert snapshot(harness.core)["evictions_blocked"] == {"slot": 1}
 
 
 def test_failed_load_is_an_error_for_its_own_requests_only() -> None:
@@ -301,6 +325,29 @@ def test_unload_drains_and_returns_pages_and_bytes() -> None:
     harness.core.unload_adapter("again", "a")
     harness.collect()
     assert isinstance(harness.answers["again"], ModelNotFound)
+
+
+def test_a_name_that_comes_back_with_other_bytes_is_held_once() -> None:
+    """FR-28: a, b and c in two slots; after its unload nothing of b is left, in no memory and no number."""
+    harness = Harness(max_adapters=2)
+    core = harness.core
+    for ref, number in ((A, 1), (C, 3), (B, 2)):
+        before = core.manager.cache.used_bytes
+        harness.add(ref.name, ref)
+        harness.loaded(ref, image(number))
+        harness.run()
+    core.unload_adapter("unload", "b")
+    harness.run()
+    assert core.manager.cache.used_bytes == before
+    assert "digest-2" not in {adapter.digest for adapter in core.memory.residency}
+    assert "b" not in snapshot(core)["adapters"]
+    other = AdapterRef("b", "dir/b", "2")
+    harness.add("again", other)
+    harness.loaded(other, image(4))
+    harness.run()
+    assert harness.tokens["again"] == [4] * 4
+    assert core.manager.cache.used_bytes == 3 * 2 * PAGE_BYTES
+    assert "digest-2" not in core.manager
 
 
 def test_adapter_that_left_host_memory_is_read_again() -> None:

@@ -10,7 +10,7 @@ from engine.snapshot import snapshot
 from engine.stats import BASE
 from tests.engine.fakes import PAGE_BYTES, Harness, image
 
-A, B = AdapterRef("a", "/a", "1"), AdapterRef("b", "/b", "1")
+A, B, C = (AdapterRef(name, f"/{name}", "1") for name in "abc")
 
 
 def taken(harness: Harness) -> dict[str, Any]:
@@ -42,6 +42,55 @@ def test_an_adapters_evictions_are_counted_by_cause() -> None:
     assert (entries["a"]["evictions"], entries["b"]["evictions"]) == ({"slot": 1}, {})
     assert (entries["a"]["tier"], entries["a"]["host_bytes"]) == ("host", 2 * PAGE_BYTES)
     assert (entries["b"]["tier"], entries["b"]["pages"]) == ("hbm", 2)
+
+
+def test_requests_that_run_and_wait_are_counted_by_adapter() -> None:
+    """FR-70: A has 2 running; B has 1, and 3 waiting, of which one waits for its weights."""
+    harness = Harness(max_num_seqs=3)
+    for ref, number in ((A, 1), (B, 2)):
+        harness.core.load_adapter(ref.name, ref)
+        harness.loaded(ref, image(number))
+    for name, ref in (("a1", A), ("a2", A), ("b1", B)):
+        harness.add(name, ref, max_tokens=9)
+    harness.step()
+    for name in ("b2", "b3"):
+        harness.add(name, B)
+    harness.add("b4", AdapterRef("b", "/b", "2"))
+    harness.step()
+    entries = taken(harness)["adapters"]
+    counts = {name: (entry["running"], entry["waiting"]) for name, entry in entries.items()}
+    assert counts == {"a": (2, 0), "b": (1, 3), BASE: (0, 0)}
+
+
+def test_an_adapter_is_told_where_it_is_whether_anybody_uses_it_or_not() -> None:
+    """FR-71: in the pool before its first request and after an idle minute; then in host memory; gone."""
+    harness = Harness(max_adapters=1, host_cache_bytes=3 * PAGE_BYTES)
+
+    def tier() -> str:
+        found = taken(harness)
+        assert found["slots"] == {"total": 1, "used": 1}
+        told: str = found["adapters"]["a"]["tier"]
+        return told
+
+    harness.core.load_adapter("at the start", A)
+    harness.loaded(A, image(1))
+    harness.step()
+    assert tier() == "hbm"
+    harness.add("used", A)
+    harness.run()
+    harness.now += 60.0
+    harness.step()
+    assert tier() == "hbm"
+    harness.add("other", B)
+    harness.loaded(B, image(2, num_pages=1))
+    harness.run()
+    assert tier() == "host"
+    harness.add("third", C)
+    harness.loaded(C, image(3, num_pages=1))
+    harness.run()
+    assert tier() == "source"
+    harness.core.unload_adapter("unload", "a")
+    assert "a" not in taken(harness)["adapters"]
 
 
 def test_steps_are_counted_with_their_adapters_and_ranks() -> None:

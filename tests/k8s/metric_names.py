@@ -31,6 +31,7 @@ def exported() -> dict[str, set[str]]:
         "pages": {"total": 3, "free": 1, "kv": 1, "prefix": 0, "adapters": 1},
         "page_bytes": 8,
         "evictions": {"hbm": {"slot": 1}},
+        "evictions_blocked": {"slot": 1},
         "prefetches": {"hint": {"copied": 1, "used": 1}},
         "load_seconds": stats.load_seconds.to_dict(),
         "step_seconds": stats.step_seconds.to_dict(),
