@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine import Engine, EngineConfig, SamplingParams
 from tests.engine.peft_reference import PeftReference
@@ -169,4 +172,54 @@ def test_prefix_cache_keeps_adapters_apart(setup: Setup, order: tuple[int, ...])
         (output,) = engine.generate([tokens], GREEDY, [name])
         assert output.num_cached_tokens == 64
         setup.reference.check_greedy(tokens, output, name)
+    engine.close()
+
+
+def test_a_reload_in_place_is_the_new_version_from_its_first_token(tmp_path: Path) -> None:
+    """FR-22: as on a cold server, with nothing from the cache; a reload of the same bytes still finds it."""
+    setup = Setup(tmp_path, "untied-gqa")
+    engine = setup.engine(names=())
+    tokens = prompt(7, 70)
+    in_place = tmp_path / "in-place"
+    for version, num_cached in (("r4-all", 0), ("r64-all", 0), ("r64-all", 64), ("r4-all", 0)):
+        shutil.copytree(setup.adapters[version], in_place, dirs_exist_ok=True, copy_function=shutil.copyfile)
+        engine.load_adapter("a", str(in_place))
+        (output,) = engine.generate([tokens], GREEDY, ["a"])
+        assert output.num_cached_tokens == num_cached
+        setup.reference.check_greedy(tokens, output, version)
+    engine.close()
+
+
+def store_as(path: Path, dtypes: dict[str, torch.dtype]) -> None:
+    """`dtypes`: of A and of B."""
+    file = path / "adapter_model.safetensors"
+    tensors = {name: t.to(dtypes[name.split("lora_")[1][0]]) for name, t in load_file(file).items()}
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(("lora_a", "lora_b"), [("float16", "float16"), ("float32", "float16")])
+def test_adapters_of_any_stored_type_keep_the_contract_of_a_bfloat16_base(
+    tmp_path: Path, lora_a: str, lora_b: str
+) -> None:
+    """FR-19, FR-45: against a float32 reference, alone and in a batch of 32."""
+    base = make_llama(tmp_path / "base", initializer_range=0.05)
+    names = ("q", "all")
+    paths = {
+        "q": make_adapter(base, tmp_path / "q", rank=8, targets=["q_proj", "v_proj"], seed=1),
+        "all": make_adapter(base, tmp_path / "all", rank=16, targets=ALL_LINEAR, seed=2, lora_alpha=4),
+    }
+    for path in paths.values():
+        store_as(path, {"A": getattr(torch, lora_a), "B": getattr(torch, lora_b)})
+    reference = PeftReference(base, paths)
+    engine = Engine(EngineConfig(model=str(base), dtype="bfloat16", debug=True, num_pages=400))
+    for name in names:
+        engine.load_adapter(name, str(paths[name]))
+    rows: list[str | None] = [None, *names, "q"] * 8
+    prompts = [prompt(i, 1 + i) for i in range(len(rows))]
+    outputs = engine.generate(prompts, GREEDY, rows)
+    outputs += engine.generate(prompts[:1], GREEDY, rows[:1]) + engine.generate(
+        prompts[1:2], GREEDY, rows[1:2]
+    )
+    for tokens, output, name in zip(prompts + prompts[:2], outputs, rows + rows[:2], strict=True):
+        reference.check_greedy(tokens, output, name, "bfloat16")
     engine.close()
