@@ -94,8 +94,9 @@ class Engine:
         except BaseException:
             for choice_id in choices:
                 self.core.abort(choice_id)
-            self.core.take_events()
             raise
+        finally:
+            self.core.take_events()  # of choices that were aborted: the next call does not know them
         return [_output(choice.request, deltas[choice_id]) for choice_id, choice in choices.items()]
 
     def stats(self) -> dict[str, Any]:
