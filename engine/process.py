@@ -57,6 +57,7 @@ class EngineProcess:
             self._send_failure(error)
             return
         geometry = core.geometry
+        self._turned_at = time.monotonic()  # what the start took is no step
         self._send(
             {
                 "ready": {
