@@ -51,7 +51,7 @@ class Worker:
         self._loads = ThreadPoolExecutor(num_loads, thread_name_prefix="adapter-load")
         self._lock = threading.Lock()  # over what is below, and the sending side
         self._images: dict[int, AdapterImage] = {}
-        self._dropped: set[int] = set()  # while they were being read
+        self._reading: set[int] = set()  # numbers that rank 0 has not dropped
 
     def run(self) -> None:
         """Raises EOFError at the end of the stream."""
@@ -81,6 +81,8 @@ class Worker:
                 self._decoder.forget(message[0])
                 self._runner.finish(str(message[0]))
             case Kind.LOAD:
+                with self._lock:
+                    self._reading.add(message[0])
                 self._loads.submit(self._load, *message)
             case Kind.DROP:
                 self._drop(message[0])
@@ -89,7 +91,7 @@ class Worker:
 
     def _load(self, number: int, uri: str, version: str | None) -> None:
         def is_dropped() -> bool:
-            return number in self._dropped
+            return number not in self._reading
 
         digest, error = None, None
         try:
@@ -102,17 +104,16 @@ class Worker:
         else:
             digest = image.digest
         with self._lock:
-            if number in self._dropped:
-                self._dropped.remove(number)
-            elif error is None:
+            if number in self._reading and error is None:
                 self._images[number] = image
+            self._reading.discard(number)
             self._sock.sendall(messages.encode_json(Kind.LOADED, [number, digest, error]))
 
     def _drop(self, number: int) -> None:
         """Rank 0 has freed its part, or could not read it."""
         with self._lock:
-            if self._images.pop(number, None) is None:
-                self._dropped.add(number)
+            self._images.pop(number, None)
+            self._reading.discard(number)
 
 
 def _end_with(sock: socket.socket) -> None:
