@@ -203,7 +203,6 @@ def test_adapters_of_any_stored_type_keep_the_contract_of_a_bfloat16_base(
 ) -> None:
     """FR-19, FR-45: against a float32 reference, alone and in a batch of 32."""
     base = make_llama(tmp_path / "base", initializer_range=0.05)
-    names = ("q", "all")
     paths = {
         "q": make_adapter(base, tmp_path / "q", rank=8, targets=["q_proj", "v_proj"], seed=1),
         "all": make_adapter(base, tmp_path / "all", rank=16, targets=ALL_LINEAR, seed=2, lora_alpha=4),
@@ -212,9 +211,9 @@ def test_adapters_of_any_stored_type_keep_the_contract_of_a_bfloat16_base(
         store_as(path, {"A": getattr(torch, lora_a), "B": getattr(torch, lora_b)})
     reference = PeftReference(base, paths)
     engine = Engine(EngineConfig(model=str(base), dtype="bfloat16", debug=True, num_pages=400))
-    for name in names:
-        engine.load_adapter(name, str(paths[name]))
-    rows: list[str | None] = [None, *names, "q"] * 8
+    for adapter, path in paths.items():
+        engine.load_adapter(adapter, str(path))
+    rows = [None, "q", "all", "q"] * 8
     prompts = [prompt(i, 1 + i) for i in range(len(rows))]
     outputs = engine.generate(prompts, GREEDY, rows)
     outputs += engine.generate(prompts[:1], GREEDY, rows[:1]) + engine.generate(

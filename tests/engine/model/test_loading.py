@@ -96,6 +96,20 @@ def test_a_tensor_of_a_wrong_shape_is_named(tmp_path: Path) -> None:
     assert error.value.param == name
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
+def test_quantised_weights_are_refused_at_the_start_also_if_the_config_hides_them(
+    tmp_path: Path, dtype: torch.dtype, name: str
+) -> None:
+    """FR-44: without their scales they would be cast, and every answer be noise."""
+    make_llama(tmp_path)
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    edit(tmp_path, {weight: torch.zeros(64, 64).to(dtype)})
+    with pytest.raises(InvalidRequest) as error:
+        load(tmp_path)
+    assert error.value.param == "model"
+    assert name in error.value.message
+
+
 def test_stored_rotary_buffers_and_a_second_tied_head_are_ignored(tmp_path: Path) -> None:
     make_llama(tmp_path, tie_word_embeddings=True)
     edit(
