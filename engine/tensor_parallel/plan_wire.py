@@ -12,6 +12,7 @@ so that a step of decodes takes eight numbers a request.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterator
 
@@ -100,4 +101,4 @@ def _load(rest: Iterator[int]) -> AdapterLoad:
 
 
 def _take(rest: Iterator[int], count: int) -> tuple[int, ...]:
-    return tuple(next(rest) for _ in range(count))
+    return tuple(itertools.islice(rest, count))
