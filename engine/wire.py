@@ -120,6 +120,6 @@ def read_exactly(sock: socket.socket, length: int) -> bytes:
     while view:
         received = sock.recv_into(view)
         if received == 0:
-            raise EOFError("the other side of the engine's socket is gone")
+            raise EOFError("the other side of the socket is gone")
         view = view[received:]
     return bytes(buffer)

@@ -15,6 +15,8 @@ import struct
 from enum import IntEnum
 from typing import Any
 
+from engine.wire import read_exactly
+
 _HEADER = struct.Struct("!BI")
 
 
@@ -41,18 +43,7 @@ def encode_json(kind: Kind, message: Any) -> bytes:
 
 def read(sock: socket.socket, max_bytes: int | None = None) -> tuple[Kind, bytes]:
     """Blocks. Raises EOFError when the other side is gone, ValueError for what is none of ours."""
-    kind, length = _HEADER.unpack(_read_exactly(sock, _HEADER.size))
+    kind, length = _HEADER.unpack(read_exactly(sock, _HEADER.size))
     if max_bytes is not None and length > max_bytes:
         raise ValueError(f"a frame of {length} bytes")
-    return Kind(kind), _read_exactly(sock, length)
-
-
-def _read_exactly(sock: socket.socket, size: int) -> bytes:
-    chunks = []
-    while size:
-        chunk = sock.recv(size)
-        if not chunk:
-            raise EOFError
-        chunks.append(chunk)
-        size -= len(chunk)
-    return b"".join(chunks)
+    return Kind(kind), read_exactly(sock, length)
