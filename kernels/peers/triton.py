@@ -62,11 +62,16 @@ class SendArguments(NamedTuple):
 
 @functools.cache
 def most_programs(device: torch.device, num_bytes: int) -> int:
-    """That surely run at once, of 512 threads; 64 registers each do if a program holds less than 32 KiB."""
+    """That surely run at once, of those that hold so many bytes in registers."""
     if device.type != "cuda":
         return 1  # the interpreter runs one after another
-    each = 2 if num_bytes < 32 << 10 else 1
-    return torch.cuda.get_device_properties(device).multi_processor_count * each
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors * programs_per_multiprocessor(num_bytes)
+
+
+def programs_per_multiprocessor(num_bytes: int) -> int:
+    """Of 512 threads; 64 registers each do if a program holds less than 32 KiB (tests/kernels/hopper.py)."""
+    return 2 if num_bytes < 32 << 10 else 1
 
 
 def split_symmetric(

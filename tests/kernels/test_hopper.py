@@ -1,0 +1,75 @@
+"""What kernels need of an H200, as its compiler tells without one. Some of it is a promise to others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kernels
+from kernels.linear.tiles import FEW_ROWS, FEW_ROWS_BESIDE, MOST_TILE_ROWS
+from kernels.peers.triton import programs_per_multiprocessor
+from tests.kernels.hopper import Binary
+
+REGISTERS = 65536  # of a multiprocessor
+SHARED = 228 << 10
+RESERVED = 1 << 10  # shared memory of each program
+ELSEWHERE = {
+    "_read_kernel": "reads pinned memory, of which there is none without a GPU",
+    "_add_delta_kernel": "of groups without peer access",
+}
+
+
+@pytest.fixture(scope="module")
+def binaries() -> list[Binary]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.hopper"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "FP_FUSION" not in done.stderr, "Triton's default, which changes, was taken"
+    return [Binary(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def num_registers(binary: Binary) -> int:
+    """Of a program: a thread is given them by eights."""
+    return -(-binary.registers // 8) * 8 * 32 * binary.num_warps
+
+
+def test_every_kernel_compiles(binaries: list[Binary]) -> None:
+    """With the shared memory that a program can have, or Triton would have refused it."""
+    (root,) = kernels.__path__
+    source = "".join(path.read_text() for path in Path(root).rglob("*.py"))
+    names = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE))
+    assert {binary.kernel for binary in binaries} == names - ELSEWHERE.keys()
+
+
+def test_programs_that_wait_for_other_ranks_all_run_at_once(binaries: list[Binary]) -> None:
+    """Or a rank waits for what a program sends that waits itself for a place."""
+    waiting = [b for b in binaries if b.kernel in ("_all_reduce_kernel", "_gather_columns_kernel")]
+    assert {b.kernel for b in waiting} == {"_all_reduce_kernel", "_gather_columns_kernel"}
+    for binary in waiting:
+        num_elems = binary.constants["BLOCK"]
+        if binary.kernel == "_all_reduce_kernel":
+            num_elems *= binary.constants["WORLD"]
+        each = programs_per_multiprocessor(2 * num_elems)
+        assert each * num_registers(binary) <= REGISTERS, binary
+        assert each * (binary.shared + RESERVED) <= SHARED, binary
+
+
+def test_a_product_leaves_room_for_a_shrink(binaries: list[Binary]) -> None:
+    def leaves_room(binary: Binary) -> bool:
+        rows, stages = binary.constants["ROWS"], binary.constants["STAGES"]
+        return rows == MOST_TILE_ROWS or (rows, stages) == (FEW_ROWS.rows, FEW_ROWS_BESIDE.num_stages)
+
+    products = [b for b in binaries if b.kernel == "_linear_kernel" and leaves_room(b)]
+    shrinks = [b for b in binaries if b.kernel == "shrink_kernel" and b.tokens <= MOST_TILE_ROWS]
+    assert products
+    assert shrinks
+    shared = max(b.shared for b in products) + max(b.shared for b in shrinks) + 2 * RESERVED
+    assert shared <= SHARED
+    assert max(map(num_registers, products)) + max(map(num_registers, shrinks)) <= REGISTERS
