@@ -5,6 +5,9 @@
     on_loaded                  a name means what was read; who waited for it is told
     use, release               a content stays while a name means it or a request uses it
 
+A name means what was asked for last by it. Who was on his way already when it was unloaded, or moved on, is
+served and names nothing; his content goes with his last request.
+
 The manager has the host tier, the scheduler and its memory have the device's; this keeps them in step.
 """
 
@@ -20,6 +23,7 @@ from engine.adapters.layout import too_many_pages
 from engine.adapters.manager import AdapterManager, Loaded, Version
 from engine.errors import AdapterRefused, Conflict, LorafleetError, ModelNotFound, Unavailable
 from engine.events import CallEvent
+from engine.latecomers import Latecomers
 from engine.request import AdapterRef
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats
@@ -33,7 +37,6 @@ if TYPE_CHECKING:
 class LoadEnd:
     """What the end of a load means for requests, by id, and the calls that it answers."""
 
-    name: str
     digest: str | None = None  # what was read; None: nothing that can be served
     tier: Literal["disk", "source"] = "source"  # where it was read
     ready: list[str] = field(default_factory=list)  # waited for it, and can be queued
@@ -62,6 +65,7 @@ class AdapterControl:
         self._clock = clock
         self._calls: set[str] = set()  # of load, not yet answered
         self._hinted: set[Version] = set()  # whose image must be read first
+        self._latecomers = Latecomers()  # of names that were unloaded, and of references that names left
 
     def find(self, ref: AdapterRef | None) -> str | None:
         """Digest of an adapter whose weights are in host memory or in the pool."""
@@ -81,31 +85,45 @@ class AdapterControl:
         self.num_live[digest] -= 1
         self._drop_if_unused(digest)
 
+    def want(self, ref: AdapterRef, request_id: str) -> None:
+        """For a request that waits until it has been read."""
+        self._manager.want(ref, request_id, is_named=not self._is_late(ref))
+
+    def found(self, ref: AdapterRef, digest: str) -> None:
+        """A request or a hint for it came, and it is here: it may be known by another name only."""
+        if self._manager.digest_of(ref.name) != digest and not self._is_late(ref):
+            self._name(ref.name, digest)
+
     def load(self, call_id: str, ref: AdapterRef) -> CallEvent | None:
         """Read and validate it into host memory. None: the end of the load answers."""
+        self._latecomers.discard(ref.name)
+        self._latecomers.discard(ref)
         digest = self._manager.digest(ref)
         if digest is not None and digest in self._manager:
-            self._retire(self._manager.rename(ref.name, digest))
+            self._name(ref.name, digest)
             return self._report(call_id, digest)
         self._calls.add(call_id)
         self._manager.want(ref, call_id)
         return None
 
     def prefetch(self, ref: AdapterRef) -> None:
+        if self._is_late(ref):
+            return
         digest = self.find(ref)
         if digest is None:
             self._hinted.add(Version(ref.uri, ref.version))
             self._manager.want(ref)
         else:
+            self.found(ref, digest)
             self._hint(digest, self.num_pages(digest))
 
     def unload(self, call_id: str, name: str) -> CallEvent:
         """Its requests finish; then its pages and host bytes are free."""
-        if self._manager.digest_of(name) is None:
-            return CallEvent(call_id, error=_not_loaded(name))
-        self._retire(self._manager.unload(name))
+        self._latecomers.expect(name, self._clock())  # also where nobody has asked for it yet
+        is_known = self._manager.digest_of(name) is not None or name in self._manager.loading_names
+        self._left(self._manager.unload(name))
         self._stats.adapters.pop(name, None)
-        return CallEvent(call_id, result={})
+        return CallEvent(call_id, result={}) if is_known else CallEvent(call_id, error=_not_loaded(name))
 
     def pin(self, call_id: str, name: str) -> CallEvent:
         """Keep what the name means, now and later, in the pool."""
@@ -126,10 +144,7 @@ class AdapterControl:
     def unpin(self, call_id: str, name: str) -> CallEvent:
         """A name that is not pinned stays so."""
         self._pinned.discard(name)
-        digest = self._manager.digest_of(name)
-        if digest and self._pinned.isdisjoint(self._manager.names_of(digest)):
-            self._memory.residency.unpin(digest)
-            self._stats.touched |= self._manager.names_of(digest)
+        self._left(self._manager.digest_of(name))
         return CallEvent(call_id, result={})
 
     def on_loaded(self, result: LoadResult) -> LoadEnd:
@@ -155,27 +170,29 @@ class AdapterControl:
                     end.failed[seq.request_id] = error or changed
         return end
 
-    def settle(self) -> None:
-        """Let images into the host cache where there is room now, and start the loads that waited for it."""
+    def settle(self, end: LoadEnd | None = None) -> None:
+        """Let images into the host cache where there is room now, and start the loads that waited for it.
+
+        What was read for nobody who is left goes.
+        """
+        if end is not None and end.digest is not None:
+            self._drop_if_unused(end.digest)
         self._manager.settle(self._needed())
 
     def _on_image(self, loaded: Loaded, image: AdapterImage, is_hinted: bool) -> LoadEnd:
-        name, digest = loaded.ref.name, image.digest
-        self._retire(self._manager.rename(name, digest))
-        self._scheduler.keep(digest)
+        digest = image.digest
         self._memory.order.used(digest, self._clock(), count=0.0)
         self._scheduler.prefetcher.in_host(digest, image.num_pages)
+        for name in loaded.names:
+            self._name(name, digest)
         if is_hinted:
             self._hint(digest, image.num_pages)
-        if not self._pinned.isdisjoint(self._manager.names_of(digest)):
-            # a version that finds no room is served unpinned; `pinned` in the statistics tells
-            with suppress(Conflict):
-                self._pin(digest)
-        self._stats.adapter(name).on_load(loaded.seconds, image.rank, image.is_from_disk)
+        if loaded.ref.name in self._manager.names_of(digest):
+            self._stats.adapter(loaded.ref.name).on_load(loaded.seconds, image.is_from_disk)
         self._stats.load_seconds.observe(loaded.seconds)
         calls, ready = self._split(loaded.waiters)
         answers = [self._report(call_id, digest) for call_id in calls]
-        return LoadEnd(name, digest, "disk" if image.is_from_disk else "source", ready, answers=answers)
+        return LoadEnd(digest, "disk" if image.is_from_disk else "source", ready, answers=answers)
 
     def _on_error(self, loaded: Loaded, error: LorafleetError, is_hinted: bool) -> LoadEnd:
         name = loaded.ref.name
@@ -186,7 +203,7 @@ class AdapterControl:
             self._stats.adapter(name).load_failures += 1
         calls, waiting = self._split(loaded.waiters)
         answers = [CallEvent(call_id, error=error) for call_id in calls]
-        return LoadEnd(name, failed=dict.fromkeys(waiting, error), answers=answers)
+        return LoadEnd(failed=dict.fromkeys(waiting, error), answers=answers)
 
     def _split(self, waiters: tuple[str, ...]) -> tuple[list[str], list[str]]:
         """Calls, which are answered now, and requests."""
@@ -227,17 +244,45 @@ class AdapterControl:
         """Raises Conflict."""
         self._scheduler.pin(digest, self.num_pages(digest))
 
-    def _retire(self, digest: str | None) -> None:
-        if digest is not None:
+    def _name(self, name: str, digest: str) -> None:
+        """It means this content from now on, which is here."""
+        before = self._manager.refs_of(name)
+        old = self._manager.rename(name, digest)
+        if old is not None:
+            for ref in before:
+                self._latecomers.expect(ref, self._clock())
+            self._left(old)
+        self._scheduler.keep(digest)
+        if digest in self._manager:
+            self._stats.adapter(name).rank = self._manager.image(digest).rank
+        if not self._pinned.isdisjoint(self._manager.names_of(digest)):
+            # a version that finds no room is served unpinned; `pinned` in the statistics tells
+            with suppress(Conflict):
+                self._pin(digest)
+
+    def _left(self, digest: str | None) -> None:
+        """A name does not mean this content any more, or is not pinned any more."""
+        if digest is None:
+            return
+        names = self._manager.names_of(digest)
+        if not names:
             self._scheduler.retire(digest)
             self._drop_if_unused(digest)
+        elif self._pinned.isdisjoint(names):
+            self._memory.residency.unpin(digest)
+            self._stats.touched |= names
 
     def _drop_if_unused(self, digest: str) -> None:
-        """Host bytes of a content that no name means go when its last request has ended."""
+        """A content that no name means goes when its last request has ended."""
         if self.num_live[digest] == 0:
             del self.num_live[digest]
             if not self._manager.names_of(digest):
+                self._scheduler.retire(digest)
                 self._manager.drop(digest)
+
+    def _is_late(self, ref: AdapterRef) -> bool:
+        now = self._clock()
+        return self._latecomers.is_late(ref.name, now) or self._latecomers.is_late(ref, now)
 
 
 def _not_loaded(name: str) -> ModelNotFound:

@@ -118,11 +118,12 @@ class EngineCore:
         if request.adapter is None or digest is not None:
             self._enqueue(record, digest)
         else:
-            self.manager.want(request.adapter, request.request_id)
+            self._adapters.want(request.adapter, request.request_id)
         self.requests[request.request_id] = record
         if request.timeout_s is not None:
             self._deadlines.add(request.request_id, now + request.timeout_s)
         if request.adapter is not None and digest is not None:
+            self._adapters.found(request.adapter, digest)
             self._count_hit(record, request.adapter, digest)
 
     def on_loaded(self, result: LoadResult) -> None:
@@ -134,14 +135,14 @@ class EngineCore:
             record = self.requests[request_id]
             record.loaded = self._clock()
             record.tier = end.tier
-            self.stats.adapter(end.name).on_wait(record.loaded - record.arrived, end.tier == "disk")
+            self.stats.adapter(record.name).on_wait(record.loaded - record.arrived, end.tier == "disk")
             try:
                 self._enqueue(record, end.digest)
             except LorafleetError as error:
                 self._fail(request_id, error)
         for request_id, reason in end.failed.items():
             self._fail(request_id, reason)
-        self._adapters.settle()
+        self._adapters.settle(end)
 
     def abort(self, request_id: str) -> None:
         """Unknown ids are ignored: the request may just have ended."""
@@ -348,14 +349,13 @@ class EngineCore:
         record = self.requests.pop(request_id)
         if record.seq is None:
             self.manager.leave(request_id)
-            return
-        self.scheduler.finish(request_id, self._clock())
-        self._runner.finish(request_id)
-        digest = record.seq.digest
-        if digest:
-            self._adapters.release(digest)
-            if record.name and self.manager.digest_of(record.name) is None:  # it was unloaded meanwhile
-                self.stats.adapters.pop(record.name, None)
+        else:
+            self.scheduler.finish(request_id, self._clock())
+            self._runner.finish(request_id)
+            if record.seq.digest:
+                self._adapters.release(record.seq.digest)
+        if record.name and self.manager.digest_of(record.name) is None:  # it was unloaded
+            self.stats.adapters.pop(record.name, None)
 
     def _fail(self, request_id: str, error: LorafleetError) -> None:
         self._finish(request_id)

@@ -35,8 +35,7 @@ class AdapterStats:
     cached_tokens: int = 0
     output_tokens: int = 0
 
-    def on_load(self, seconds: float, rank: int, is_from_disk: bool) -> None:
-        self.rank = rank
+    def on_load(self, seconds: float, is_from_disk: bool) -> None:
         if is_from_disk:
             self.disk_loads += 1
             self.disk_load_seconds_sum += seconds

@@ -53,6 +53,7 @@ class Loaded(NamedTuple):
     image: AdapterImage | None
     error: LorafleetError | None
     seconds: float
+    names: tuple[str, ...]  # that are to mean it
     is_new: bool = False  # no request can be using this content yet
 
 
@@ -76,8 +77,9 @@ class AdapterManager:
         self._names: dict[str, str] = {}  # name -> digest of its newest version
         self._names_of: dict[str, set[str]] = {}  # the other way round
         self.touched: set[str] = set()  # names whose digest or image changed since they were told
-        self._in_flight: dict[Version, AdapterRef] = {}  # loads submitted or queued
-        self._waiters: dict[Version, list[str]] = {}  # of these
+        self._waiters: dict[Version, list[str]] = {}  # of loads submitted or queued
+        # name -> which of these it will mean: the one that was asked for last, whichever ends first
+        self._wanted: dict[str, Version] = {}
         self._queue: deque[AdapterRef] = deque()  # not submitted yet
         self._num_loading = 0
         self.num_evicted = 0  # images dropped from host memory for want of room
@@ -104,29 +106,41 @@ class AdapterManager:
     def names_of(self, digest: str) -> Set[str]:
         return self._names_of.get(digest, frozenset())
 
+    def refs_of(self, name: str) -> list[AdapterRef]:
+        """What it means, as it may be asked for."""
+        meant = self._names.get(name)
+        return [AdapterRef(name, *version) for version, digest in self._digests.items() if digest == meant]
+
     @property
-    def loading_names(self) -> set[str]:
-        """Of loads in flight or queued."""
-        return {ref.name for ref in self._in_flight.values()}
+    def loading_names(self) -> Set[str]:
+        """Those that will mean what is in flight or queued."""
+        return self._wanted.keys()
 
     def touch(self, digest: str) -> None:
         if digest in self.cache:
             self.cache.touch(digest)
 
-    def want(self, ref: AdapterRef, waiter: str | None = None) -> None:
-        """Read it, unless a load of that version is under way; `waiter` is named in the result."""
+    def want(self, ref: AdapterRef, waiter: str | None = None, is_named: bool = True) -> None:
+        """Read it, unless a load of that version is under way; `waiter` is named in the result.
+
+        `is_named`: the name is to mean it then, if nothing else is asked for by that name meanwhile.
+        """
         version = Version(ref.uri, ref.version)
         if version not in self._waiters:
             self._waiters[version] = []
-            self._in_flight[version] = ref
             self._queue.append(ref)
             self._start_loads()
+        if is_named:
+            self._wanted[ref.name] = version
         if waiter is not None:
             self._waiters[version].append(waiter)
 
     def want_again(self, digest: str) -> None:
         """An image that left host memory is needed once more."""
-        self.want(self._refs[digest])
+        ref = self._refs[digest]
+        self.want(ref, is_named=False)
+        for name in self.names_of(digest):  # if the bytes have changed, they follow
+            self._wanted.setdefault(name, Version(ref.uri, ref.version))
 
     def leave(self, waiter: str) -> None:
         """It waits no longer. The load goes on: others may share it, and it is wanted soon again."""
@@ -139,7 +153,9 @@ class AdapterManager:
         ref = result.ref
         version = Version(ref.uri, ref.version)
         waiters = tuple(self._waiters.pop(version))
-        del self._in_flight[version]
+        names = tuple(name for name, wanted in self._wanted.items() if wanted == version)
+        for name in names:
+            del self._wanted[name]
         self._num_loading -= 1
         error = result.error
         image = result.image
@@ -156,7 +172,7 @@ class AdapterManager:
                 self._parked.append(image.digest)
                 self.touched |= self.names_of(image.digest)
         self.settle(needed)
-        return Loaded(ref, waiters, image, error, result.seconds, is_new)
+        return Loaded(ref, waiters, image, error, result.seconds, names, is_new)
 
     def settle(self, needed: Set[str]) -> None:
         """Move parked images to the cache where there is room now, then start what waited for that."""
@@ -174,23 +190,26 @@ class AdapterManager:
         self._start_loads()
 
     def rename(self, name: str, digest: str) -> str | None:
-        """`name` now means this content. Returns the digest that no name means any more, if there is one."""
+        """`name` now means this content. Returns the digest of another one that it meant before."""
+        self._wanted.pop(name, None)
         old = self._names.get(name)
         if old == digest:
             return None
-        if old is not None:
-            self._leave(name, old)
         self._names[name] = digest
         self._names_of.setdefault(digest, set()).add(name)
         self.touched.add(name)
-        return self._orphan(old)
+        if old is not None:
+            self._leave(name, old)
+        return old
 
     def unload(self, name: str) -> str | None:
-        """Forget a name. Returns as `rename`; KeyError if it is unknown."""
-        digest = self._names.pop(name)
-        self._leave(name, digest)
-        self.touched.add(name)
-        return self._orphan(digest)
+        """Forget a name, also one that is only being read. Returns as `rename`."""
+        self._wanted.pop(name, None)
+        digest = self._names.pop(name, None)
+        if digest is not None:
+            self.touched.add(name)
+            self._leave(name, digest)
+        return digest
 
     def drop(self, digest: str) -> None:
         """No request uses this content: free its image and, unless a name means it, forget it."""
@@ -222,12 +241,7 @@ class AdapterManager:
         assert pairs == set(self._names.items())
         assert set(self._images) == set(self.cache.digests) | set(self._parked)
         assert self._num_loading + len(self._queue) == len(self._waiters)
-
-    def _orphan(self, digest: str | None) -> str | None:
-        if digest is None or digest in self._names_of:
-            return None
-        self._forget_versions(digest)
-        return digest
+        assert set(self._wanted.values()) <= self._waiters.keys()
 
     def _free(self, digest: str) -> None:
         if digest not in self._images:
@@ -247,6 +261,7 @@ class AdapterManager:
         names.remove(name)
         if not names:
             del self._names_of[digest]
+            self._forget_versions(digest)
 
     def _remember(self, version: Version, digest: str) -> None:
         """A file that is written again with the same bytes is a new version each time: keep the last one."""

@@ -31,8 +31,9 @@ class Desk:
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32, prefetch=False)
         self.scheduler = Scheduler(config, memory)
         self.stats = EngineStats()
+        self.now = 0.0
         self.control = AdapterControl(
-            self.manager, self.scheduler, self.stats, PAGE_BYTES, pinned, lambda: 0.0
+            self.manager, self.scheduler, self.stats, PAGE_BYTES, pinned, lambda: self.now
         )
 
     def loaded(self, ref: AdapterRef, result: AdapterImage | LorafleetError, seconds: float = 0.5) -> LoadEnd:
@@ -41,7 +42,7 @@ class Desk:
             end = self.control.on_loaded(LoadResult(ref, None, result, seconds))
         else:
             end = self.control.on_loaded(LoadResult(ref, result, None, seconds))
-        self.control.settle()
+        self.control.settle(end)
         self.manager.check_invariants()
         return end
 
@@ -66,9 +67,7 @@ def test_a_load_answers_its_calls_and_frees_its_requests(desk: Desk) -> None:
     desk.manager.want(A, "r2")
     assert desk.control.find(A) is None
     end = desk.loaded(A, image(1, is_from_disk=True))
-    assert (end.name, end.digest, end.tier, end.ready, end.failed) == (
-        "A", "digest-1", "disk", ["r1", "r2"], {},
-    )  # fmt: skip
+    assert (end.digest, end.tier, end.ready, end.failed) == ("digest-1", "disk", ["r1", "r2"], {})
     (answer,) = end.answers
     assert answer.call_id == "call"
     assert answer.result == image(1).report
@@ -184,3 +183,100 @@ def test_a_load_that_fails_unasked_and_unhinted_is_remembered(desk: Desk) -> Non
     desk.manager.want(A)
     desk.loaded(A, Unavailable("busy"))
     assert desk.loader.forgotten == []
+
+
+@pytest.mark.parametrize("is_hinted", [False, True])
+def test_a_load_that_ends_after_the_unload_brings_nothing_back(desk: Desk, is_hinted: bool) -> None:
+    if is_hinted:
+        desk.control.prefetch(A)
+    else:
+        desk.control.load("call", A)
+    assert desk.control.unload("unload", "A") == CallEvent("unload", result={})
+    assert desk.manager.loading_names == set()
+    end = desk.loaded(A, image(1))
+    assert [answer.error for answer in end.answers] == ([] if is_hinted else [None])
+    assert desk.manager.names == {}
+    assert "A" not in desk.stats.adapters
+    assert "digest-1" not in desk.manager
+    assert not desk.scheduler.can_prefetch(0.0, desk.manager)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_hint_that_comes_after_the_unload_is_not_followed(desk: Desk, is_loaded: bool) -> None:
+    """Nor where the replica had not heard of the name yet."""
+    if is_loaded:
+        desk.control.load("call", A)
+        desk.loaded(A, image(1))
+    desk.control.unload("unload", "A")
+    desk.control.prefetch(A)
+    assert desk.loader.submitted == []
+    desk.control.load("again", A)
+    desk.loaded(A, image(1))
+    assert desk.manager.names == {"A": "digest-1"}
+
+
+def test_a_name_means_what_was_asked_for_last_whichever_is_read_first(desk: Desk) -> None:
+    newer = AdapterRef("A", "uri-a", "v2")
+    desk.control.want(A, "old")
+    desk.control.load("call", newer)
+    desk.loaded(newer, image(2))
+    end = desk.loaded(A, image(1))
+    assert end.ready == ["old"]
+    assert desk.manager.names == {"A": "digest-2"}
+
+
+def test_who_comes_late_for_what_a_name_left_does_not_bring_it_back(desk: Desk) -> None:
+    """An alias was moved to another place; a router that has not heard of it sends one more request."""
+    moved = AdapterRef("A", "uri-b", "v1")
+    for ref, number in ((A, 1), (moved, 2)):
+        desk.control.load(ref.uri, ref)
+        desk.loaded(ref, image(number))
+    desk.control.prefetch(A)
+    desk.control.want(A, "late")
+    desk.loaded(A, image(1))
+    assert desk.manager.names == {"A": "digest-2"}
+    assert desk.control.find(moved) == "digest-2"
+    desk.control.load("back", A)
+    desk.loaded(A, image(1))
+    assert desk.manager.names == {"A": "digest-1"}, "that is no accident"
+
+
+def test_what_requests_need_again_is_no_news_of_its_name() -> None:
+    """Requests of the old version were queued when its image left host memory for the new one's."""
+    desk = Desk(host_cache_pages=2)
+    newer = AdapterRef("A", "uri-a", "v2")
+    desk.control.load("v1", A)
+    desk.loaded(A, image(1))
+    desk.queue("queued", "digest-1")
+    desk.control.load("v2", newer)
+    desk.loaded(newer, image(2))
+    desk.manager.want_again("digest-1")
+    desk.loaded(A, image(1))
+    assert desk.manager.names == {"A": "digest-2"}
+
+
+def test_a_name_moves_on_though_another_name_has_the_content_here_already(desk: Desk) -> None:
+    """Else it would mean, and hold, the old one for as long as the other is loaded."""
+    desk.control.load("a", A)
+    desk.loaded(A, image(1))
+    desk.control.load("b", B)
+    desk.loaded(B, image(2))
+    moved = AdapterRef("A", B.uri, B.version)
+    assert desk.control.find(moved) == "digest-2"
+    desk.control.found(moved, "digest-2")
+    assert desk.manager.names == {"A": "digest-2", "B": "digest-2"}
+    assert "digest-1" not in desk.manager
+
+
+def test_a_pin_goes_with_its_name_and_leaves_what_another_name_means() -> None:
+    desk = Desk(pinned=("A",))
+    residency = desk.scheduler.memory.residency
+    desk.control.load("b", B)
+    desk.loaded(B, image(1))
+    desk.control.load("a", A)
+    desk.loaded(A, image(2))
+    desk.control.load("moved", AdapterRef("A", B.uri, B.version))
+    assert residency.is_pinned("digest-1")
+    assert not residency.is_pinned("digest-2")
+    desk.control.unload("unload", "A")
+    assert not residency.is_pinned("digest-1"), "B means it, which nobody has pinned"

@@ -15,8 +15,10 @@ from engine.errors import (
     RequestTooLarge,
     Unavailable,
 )
+from engine.latecomers import LATE_S
 from engine.request import AdapterRef
 from engine.snapshot import SnapshotFeed, apply_news, snapshot
+from engine.stats import BASE
 from tests.engine.fakes import PAGE_BYTES, Harness, image
 
 A = AdapterRef("a", "dir/a", "1")
@@ -342,6 +344,7 @@ def test_a_name_that_comes_back_with_other_bytes_is_held_once() -> None:
     assert "digest-2" not in {adapter.digest for adapter in core.memory.residency}
     assert "b" not in snapshot(core)["adapters"]
     other = AdapterRef("b", "dir/b", "2")
+    core.load_adapter("load", other)
     harness.add("again", other)
     harness.loaded(other, image(4))
     harness.run()
@@ -399,9 +402,69 @@ def test_close_closes_the_loader() -> None:
     assert harness.loader.is_closed
 
 
+def test_a_late_request_is_served_and_does_not_bring_an_unloaded_name_back() -> None:
+    """It was on its way when the name was unloaded; its content goes with it, and so do its series."""
+    harness = Harness()
+    core = harness.core
+    free = core.memory.pool.num_free
+    core.load_adapter("load", A)
+    harness.loaded(A, image(1))
+    core.unload_adapter("unload", "a")
+    for request_id in ("late", "later"):
+        harness.add(request_id, A)
+    harness.loaded(A, image(1))
+    harness.step(2)
+    harness.add("last", A)
+    harness.run()
+    assert all(harness.tokens[request_id] == [1] * 4 for request_id in ("late", "later", "last"))
+    assert "a" not in snapshot(core)["adapters"]
+    assert "a" not in core.stats.adapters
+    assert core.manager.cache.used_bytes == 0
+    assert core.memory.pool.num_free == free
+
+
+def test_a_late_request_that_fails_leaves_no_series() -> None:
+    harness = Harness(num_pages=10)
+    harness.core.unload_adapter("unload", "a")
+    harness.add("late", A, length=30, max_tokens=6)
+    harness.loaded(A, image(1, num_pages=2))
+    assert isinstance(harness.ends["late"].error, RequestTooLarge)
+    assert "a" not in harness.core.stats.adapters
+    assert harness.core.manager.cache.used_bytes == 0
+
+
+def test_who_asks_a_while_after_an_unload_is_not_late() -> None:
+    """Its source may have it again, of which no replica is told."""
+    harness = Harness()
+    harness.core.unload_adapter("unload", "a")
+    harness.now += LATE_S
+    harness.add("r", A)
+    harness.loaded(A, image(1))
+    harness.run()
+    assert harness.core.manager.digest_of("a") == "digest-1"
+
+
+def test_two_names_of_one_place_are_both_known() -> None:
+    """They share a load, and later what is here: each has its series and its tier."""
+    harness = Harness()
+    alias, other = AdapterRef("alias", A.uri, A.version), AdapterRef("other", A.uri, A.version)
+    for ref in (A, alias):
+        harness.add(ref.name, ref)
+    harness.loaded(A, image(1))
+    harness.add("other", other)
+    harness.run()
+    adapters = snapshot(harness.core)["adapters"]
+    for name in ("a", "alias", "other"):
+        assert (adapters[name]["tier"], adapters[name]["rank"], adapters[name]["output_tokens"]) == (
+            "hbm", 8, 4,
+        )  # fmt: skip
+    assert [adapters[name]["misses"] for name in ("a", "alias", "other")] == [1, 1, 0]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_soak(seed: int) -> None:
-    """Random arrivals, loads, failures, reloads, unloads, aborts: one end each, no leak, right weights."""
+    """Random arrivals, some late, hints, loads, failures, reloads, unloads, aborts: one end each, no leak,
+    right weights."""
     rng = random.Random(seed)
     harness = Harness(
         num_pages=24,
@@ -416,7 +479,8 @@ def test_soak(seed: int) -> None:
     expected: dict[str, int] = {}
     for step in range(300):
         name = rng.choice(list(versions))
-        ref = AdapterRef(name, f"dir/{name}", str(versions[name]))
+        is_late = versions[name] > 1 and rng.random() < 0.1
+        ref = AdapterRef(name, f"dir/{name}", str(versions[name] - is_late))
         numbers.setdefault(ref, len(numbers) + 1)
         roll = rng.random()
         if roll < 0.3:
@@ -429,7 +493,11 @@ def test_soak(seed: int) -> None:
             versions[name] += 1
         elif roll < 0.44:
             harness.core.unload_adapter(f"u{step}", name)
-        elif roll < 0.6 and harness.loader.submitted:
+        elif roll < 0.46:
+            harness.core.load_adapter(f"l{step}", ref)
+        elif roll < 0.49:
+            harness.core.prefetch(ref)
+        elif roll < 0.65 and harness.loader.submitted:
             _end_a_load(harness, rng, numbers)
         harness.step()
         if rng.random() < 0.5:
@@ -439,10 +507,15 @@ def test_soak(seed: int) -> None:
             for name, entry in whole["adapters"].items():
                 assert followed["adapters"][name] == entry, name
             assert followed == whole
-    while harness.core.requests:
+    while harness.core.requests or harness.loader.submitted:
         if harness.loader.submitted:
             _end_a_load(harness, rng, numbers)
         harness.step()
+    manager = harness.core.manager
+    meant = {manager.digest_of(name) for name in manager.names}
+    assert meant.issuperset(manager.cache.digests)
+    assert meant.issuperset(adapter.digest for adapter in harness.core.memory.residency)
+    assert {BASE, *manager.names}.issuperset(harness.core.stats.adapters)
     assert set(harness.ends) == set(expected)
     for request_id, number in expected.items():
         assert set(harness.tokens[request_id]) <= {number}, "tokens of another adapter"
