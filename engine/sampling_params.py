@@ -12,6 +12,7 @@ from engine.errors import InvalidRequest
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_CHOICES = 128
+_INT32_MAX = (1 << 31) - 1  # a GPU's table of settings holds no more
 _UINT64 = (1 << 64) - 1
 
 
@@ -40,7 +41,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require_range("temperature", self.temperature, 0.0, 100.0)
         _require_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _require_range("top_k", self.top_k, -1, math.inf)
+        _require_range("top_k", self.top_k, -1, _INT32_MAX)
         _require_range("min_p", self.min_p, 0.0, 1.0)
         _require_range("n", self.n, 1, MAX_CHOICES)
         _require_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
