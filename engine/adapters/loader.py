@@ -66,7 +66,7 @@ class AdapterLoader:
         self,
         form: ImageFormat,
         config: EngineConfig,
-        on_done: Callable[[LoadResult], None],  # called from the loader's threads
+        on_done: Callable[[LoadResult], None],  # called from the loader's threads, or within `submit`
         clock: Callable[[], float] = time.monotonic,
         reader: ImageReader | None = None,
     ) -> None:
@@ -87,23 +87,10 @@ class AdapterLoader:
 
     def submit(self, ref: AdapterRef) -> None:
         """Start reading, or join the load of that version. Neither waits nor raises."""
-        key = _Key(ref.uri, ref.version)
         with self._lock:
-            if self._closed.is_set():
-                return
-            if key in self._loads:
-                if ref not in self._loads[key].refs:
-                    self._loads[key].refs.append(ref)
-                return
-            failure = self._failures.get(key)
-            if failure is not None and self._clock() < failure.until:
-                result = LoadResult(ref, None, failure.error, 0.0)
-                self._start_thread(self._hand_over, [result])
-                return
-            load = _Load(key, [ref])
-            self._loads[key] = load
-            self._queue.append(load)
-            self._start_loads()
+            failure = None if self._closed.is_set() else self._start_or_join(ref)
+        if failure is not None:
+            self._hand_over([LoadResult(ref, None, failure, 0.0)])
 
     def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
         """What was read well turned out to be of no use: for a while, do not read that version again."""
@@ -128,6 +115,21 @@ class AdapterLoader:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._reader.close()
+
+    def _start_or_join(self, ref: AdapterRef) -> LorafleetError | None:
+        """The failure if that is remembered: then nothing is read."""
+        key = _Key(ref.uri, ref.version)
+        if key in self._loads:
+            if ref not in self._loads[key].refs:
+                self._loads[key].refs.append(ref)
+            return None
+        failure = self._failures.get(key)
+        if failure is not None and self._clock() < failure.until:
+            return failure.error
+        self._loads[key] = _Load(key, [ref])
+        self._queue.append(self._loads[key])
+        self._start_loads()
+        return None
 
     def _start_loads(self) -> None:
         now = self._clock()

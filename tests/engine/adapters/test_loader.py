@@ -244,6 +244,20 @@ def test_a_failure_is_told_and_remembered_briefly(
     assert reads.counts == {"x": 3}
 
 
+def test_a_remembered_failure_costs_no_thread(reads: Reads) -> None:
+    """All who ask while a source is down get it."""
+    threads: queue.Queue[threading.Thread] = queue.Queue()
+    loader = AdapterLoader(
+        FORMAT, EngineConfig(model="unused"), lambda _: threads.put(threading.current_thread())
+    )
+    reads.errors["x"] = Unavailable("down")
+    loader.submit(AdapterRef("x", "x", "1"))
+    assert threads.get(timeout=WAIT_S) is not threading.current_thread()
+    loader.submit(AdapterRef("x", "x", "1"))
+    assert threads.get(timeout=WAIT_S) is threading.current_thread()
+    loader.close()
+
+
 def test_a_failure_that_is_forgotten_is_tried_again(make_fleet: Callable[..., Fleet], reads: Reads) -> None:
     fleet = make_fleet()
     reads.errors["x"] = Unavailable("busy")
