@@ -236,11 +236,9 @@ class EngineCore:
     def _give_up_late(self, now: float) -> None:
         """Requests that have waited for so long that nobody wants their answer."""
         for request_id in self._deadlines.take_passed(now):
-            record = self.requests.get(request_id)
-            # it may have started, or ended; or another one may have its id
-            if record is None or record.is_started or record.deadline is None or record.deadline > now:
-                continue
-            self._fail(request_id, Overloaded("it has waited too long", param="timeout_s", retry_after_s=1.0))
+            if not self.requests[request_id].is_started:
+                late = Overloaded("it has waited too long", param="timeout_s", retry_after_s=1.0)
+                self._fail(request_id, late)
 
     def _work(self, plan: StepPlan) -> StepWork | None:
         if not plan.chunks or plan.loads:
@@ -347,6 +345,7 @@ class EngineCore:
 
     def _finish(self, request_id: str) -> None:
         record = self.requests.pop(request_id)
+        self._deadlines.forget(request_id)
         if record.seq is None:
             self.manager.leave(request_id)
         else:

@@ -22,20 +22,32 @@ _OUTPUTS_REMEMBERED = 32
 
 class Deadlines:
     def __init__(self) -> None:
-        self._heap: list[tuple[float, str]] = []
+        self._deadlines: dict[str, float] = {}  # by request
+        self._heap: list[tuple[float, str]] = []  # of these, and of some that were forgotten
         self._work = 0.0  # weighted tokens, fading
         self._seconds = 0.0
         self._last: float | None = None
         self._mean_outputs: float | None = None
 
     def add(self, request_id: str, deadline: float) -> None:
+        self._deadlines[request_id] = deadline
         heapq.heappush(self._heap, (deadline, request_id))
+        if len(self._heap) > 64 + 2 * len(self._deadlines):
+            self._heap = [(deadline, request_id) for request_id, deadline in self._deadlines.items()]
+            heapq.heapify(self._heap)
+
+    def forget(self, request_id: str) -> None:
+        """It has ended, if it had a deadline at all."""
+        self._deadlines.pop(request_id, None)
 
     def take_passed(self, now: float) -> list[str]:
-        """Whose time has passed; they may have started or ended meanwhile."""
+        """Whose time has passed; they may have started meanwhile."""
         passed = []
         while self._heap and self._heap[0][0] <= now:
-            passed.append(heapq.heappop(self._heap)[1])
+            deadline, request_id = heapq.heappop(self._heap)
+            if self._deadlines.get(request_id) == deadline:
+                del self._deadlines[request_id]
+                passed.append(request_id)
         return passed
 
     def served(self, num_inputs: int, num_outputs: int, now: float) -> None:

@@ -21,11 +21,6 @@ class LiveRequest:
     started: float | None = None  # when it was first scheduled
 
     @property
-    def deadline(self) -> float | None:
-        timeout_s = self.request.timeout_s
-        return None if timeout_s is None else self.arrived + timeout_s
-
-    @property
     def is_started(self) -> bool:
         return self.seq is not None and (self.seq.is_running or self.seq.num_outputs > 0)
 

@@ -69,6 +69,28 @@ def test_pauses_do_not_slow_the_rate() -> None:
     assert deadlines.expected_wait_s("a", 10, queue(a=3)) == before
 
 
+def test_those_that_ended_long_before_their_deadline_are_not_kept() -> None:
+    deadlines = Deadlines()
+    deadlines.add("lasts", 1e9)
+    for i in range(1000):
+        deadlines.add(f"{i}", 1e9 - i)
+        deadlines.forget(f"{i}")
+    assert len(deadlines._heap) < 100
+    assert deadlines.take_passed(1e9) == ["lasts"]
+
+
+def test_deadlines_pass_in_their_order_and_once() -> None:
+    deadlines = Deadlines()
+    for request_id, deadline in (("b", 2.0), ("a", 1.0), ("c", 3.0)):
+        deadlines.add(request_id, deadline)
+    deadlines.forget("a")
+    deadlines.add("a", 2.5)
+    assert deadlines.take_passed(1.9) == []
+    assert deadlines.take_passed(2.5) == ["b", "a"]
+    assert deadlines.take_passed(9.0) == ["c"]
+    assert deadlines.take_passed(9.0) == []
+
+
 # --- in the engine
 
 
