@@ -11,7 +11,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from deployments.catalog_deployment import CatalogDeployment, CatalogSettings
 from deployments.config import AppArgs
 from deployments.engine_deployment import EngineDeployment
-from deployments.engine_replica import ENGINE_CLIENT, TOLD_FOR_S, ReplicaSettings, max_requests
+from deployments.engine_replica import ENGINE_CLIENT, LOAD_CALLS, TOLD_FOR_S, ReplicaSettings, max_requests
 from deployments.ingress import IngressDeployment, IngressSettings
 from deployments.scaling_policy import POLICY
 
@@ -21,7 +21,9 @@ ENGINE = "engine"
 STATS_PERIOD_S = 0.2
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 10.0  # three in a row, and a replica that hangs is replaced
-CONTROL_CALLS = 8  # at once, to a replica; Serve lets them wait where it has no place for a request
+CONTROL_CALLS = (
+    8  # short ones at once, to a replica; Serve lets them wait where it has no place for a request
+)
 MANY = 4096  # concurrent requests of a deployment that only waits for others
 
 
@@ -67,7 +69,7 @@ def engine_application(args: AppArgs, catalog: Any, engine_client: str) -> Appli
             name=ENGINE,
             **_size(args),
             **_placement(args),
-            max_ongoing_requests=max_requests(engine) + CONTROL_CALLS,
+            max_ongoing_requests=max_requests(engine) + LOAD_CALLS + CONTROL_CALLS,
             max_queued_requests=engine.max_queued_requests,
             request_router_config=router,
             health_check_period_s=HEALTH_PERIOD_S,

@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from engine.wire import decode_ref, decode_request
 logger = logging.getLogger(__name__)
 
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # for what a replica needs before it serves
+LOAD_CALLS = 16  # at once, twice those of the catalog's upkeep; they last, so they have places of their own
 TOLD_FOR_S = 15.0  # what the autoscaler wanted so long ago it may want no more
 INTERNAL_ERROR = "internal_error"
 ENGINE_CLIENT = "engine.client:EngineClient"
@@ -67,6 +68,7 @@ class EngineReplica:
         self._client = getattr(importlib.import_module(module), name)(engine)
         self._watching: asyncio.Task[None]
         self._metrics: MetricsServer | None = None
+        self._num_load_calls = 0
         self._wanted: tuple[int, float] | None = None  # replicas of the fleet, and when that was told
 
     @property
@@ -100,11 +102,11 @@ class EngineReplica:
 
     async def _warm_one(self, ref: dict[str, str]) -> dict[str, Any]:
         for wait_s in WAITS_S if ref["name"] in self._config.pinned_adapters else ():
-            answer = await self.load_adapter(ref)
+            answer = await self._load(ref)
             if answer.get("error", {}).get("class") != Unavailable.__name__:
                 return answer
             await asyncio.sleep(wait_s)
-        return await self.load_adapter(ref)
+        return await self._load(ref)
 
     async def generate(self, request: dict[str, Any], route: str) -> AsyncGenerator[bytes, None]:
         """`route`: why the router chose this replica. Closing the stream aborts the request."""
@@ -137,7 +139,8 @@ class EngineReplica:
             self._books.ended(adapter, time.monotonic(), code)
 
     async def load_adapter(self, ref: dict[str, str]) -> dict[str, Any]:
-        return await to_answer(self._client.load_adapter(decode_ref(ref)))
+        (answer,) = await self._load_call([ref])
+        return answer
 
     async def prefetch(self, ref: dict[str, str]) -> None:
         """A request for it waits in a router, and is to come here. Nobody hears how that ends."""
@@ -145,9 +148,8 @@ class EngineReplica:
             await self._client.prefetch(decode_ref(ref))
 
     async def unload_adapter(self, name: str) -> dict[str, Any]:
-        answer = await to_answer(self._client.unload_adapter(name))
-        self._books.forget(name)
-        return answer
+        self._books.forget(name, time.monotonic())  # first: it may be loaded again before the answer
+        return await to_answer(self._client.unload_adapter(name))
 
     async def pin_adapter(self, name: str, pinned: bool) -> dict[str, Any]:
         call = self._client.pin_adapter if pinned else self._client.unpin_adapter
@@ -180,7 +182,11 @@ class EngineReplica:
 
     async def take_over(self, refs: dict[str, list[dict[str, str]]]) -> dict[str, Any]:
         """`refs`: replica id -> adapters; load ours, because another replica may go."""
-        answers = [await self.load_adapter(ref) for ref in refs.get(self._replica_id, ())]
+        answers = await self._load_call(
+            ref
+            for ref in refs.get(self._replica_id, ())
+            if not self._books.was_unloaded(ref["name"], time.monotonic())  # while those before it were read
+        )
         return {"errors": [answer["error"] for answer in answers if "error" in answer]}
 
     async def record_autoscaling_stats(self) -> dict[str, int]:
@@ -191,6 +197,21 @@ class EngineReplica:
     async def check_health(self) -> None:
         if not self._client.is_alive:
             raise EngineDead("the engine process ended")
+
+    async def _load_call(self, refs: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
+        """One after another. One call too many is refused: it would wait in a place of other calls."""
+        if self._num_load_calls == LOAD_CALLS:
+            busy = Unavailable("the replica is loading many adapters", retry_after_s=1.0)
+            return [{"error": busy.to_dict()} for _ in refs]
+        self._num_load_calls += 1
+        try:
+            return [await self._load(ref) for ref in refs]
+        finally:
+            self._num_load_calls -= 1
+
+    async def _load(self, ref: dict[str, str]) -> dict[str, Any]:
+        self._books.loaded(ref["name"])
+        return await to_answer(self._client.load_adapter(decode_ref(ref)))
 
     async def _holds(self, adapter: str) -> bool:
         """In the pool, as the engine told last."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from deployments.label_cap import DEFAULT_MAX_NAMES, LabelCap
 from deployments.request_times import RequestTimes
+from engine.latecomers import Latecomers
 from engine.stats import BASE, Histogram
 
 # an adapter that nobody has asked for lately can give its slot to another one
@@ -46,6 +47,7 @@ class ReplicaBooks:
     def __init__(self, max_names: int = DEFAULT_MAX_NAMES) -> None:
         self._cap = LabelCap(max_names)
         self._adapters: dict[str, AdapterBook] = {}
+        self._unloaded = Latecomers()
         self._routes: dict[str, int] = {}
         self._num_misroutes = 0
         self._ttft = Histogram(TTFT_BOUNDS_S)
@@ -55,7 +57,7 @@ class ReplicaBooks:
     def arrived(self, adapter: str, route: str, now: float) -> None:
         book = self._adapters.setdefault(adapter, AdapterBook())
         book.in_flight += 1
-        book.is_unloaded = False
+        book.is_unloaded = self.was_unloaded(adapter, now)
         book.last_used = now
         self._routes[route] = self._routes.get(route, 0) + 1
 
@@ -90,8 +92,19 @@ class ReplicaBooks:
         if times.seconds_per_token is not None:
             self._tpot.observe(times.seconds_per_token)
 
-    def forget(self, adapter: str) -> None:
+    def loaded(self, adapter: str) -> None:
+        """On purpose: its series go on."""
+        self._unloaded.discard(adapter)
+        if adapter in self._adapters:
+            self._adapters[adapter].is_unloaded = False
+
+    def was_unloaded(self, adapter: str, now: float) -> bool:
+        """A moment ago, so that who asks for it now was on his way already."""
+        return self._unloaded.is_late(adapter, now)
+
+    def forget(self, adapter: str, now: float) -> None:
         """It was unloaded: its series end."""
+        self._unloaded.expect(adapter, now)
         book = self._adapters.get(adapter)
         if book is not None and book.in_flight == 0:
             del self._adapters[adapter]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deployments import engine_replica
-from deployments.engine_replica import EngineReplica, ReplicaSettings
+from deployments.engine_replica import LOAD_CALLS, EngineReplica, ReplicaSettings
 from deployments.wire import decode_chunk
 from engine.config import EngineConfig
 from engine.errors import EngineDead, LorafleetError, Unavailable
@@ -178,6 +178,36 @@ def test_load_and_unload_answer_with_values() -> None:
             assert (await replica.unload_adapter("sql"))["error"]["class"] == "ModelNotFound"
             refused = await replica.load_adapter(encode_ref(AdapterRef("bad", "refused:")))
             assert refused["error"]["param"] == "use_dora"
+
+    asyncio.run(main())
+
+
+def test_loads_are_bounded_so_that_they_take_no_place_of_other_calls() -> None:
+    async def main() -> None:
+        async with started(load_s=0.01) as replica:
+            refs = [encode_ref(AdapterRef(f"a{number}", "x")) for number in range(LOAD_CALLS)]
+            loads = [asyncio.create_task(replica.load_adapter(ref)) for ref in refs]
+            await asyncio.sleep(0)
+            more = encode_ref(AdapterRef("more", "x"))
+            (error,) = (await replica.take_over({"r1": [more]}))["errors"]
+            assert error == (await replica.load_adapter(more))["error"]
+            assert (error["class"], error["retry_after_s"]) == ("Unavailable", 1.0)
+            assert all("result" in answer for answer in await asyncio.gather(*loads))
+            assert "result" in await replica.load_adapter(more)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_comes_after_the_unload_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        async with started() as replica:
+            await replica.load_adapter(encode_ref(AdapterRef("sql", "x")))
+            await replica.unload_adapter("sql")
+            await run(replica, request(OVERLOADED, adapter="sql"))
+            assert "sql" not in (await replica.stats())["adapters"]
+            await replica.load_adapter(encode_ref(AdapterRef("sql", "x")))
+            await run(replica, request(adapter="sql"))
+            assert (await replica.stats())["adapters"]["sql"]["finished"] == {"length": 1}
 
     asyncio.run(main())
 

@@ -203,6 +203,19 @@ def test_a_replica_takes_over_what_is_meant_for_it() -> None:
     asyncio.run(main())
 
 
+def test_what_is_unloaded_during_a_handover_does_not_come_with_it() -> None:
+    async def main() -> None:
+        async with started(load_s=0.01) as replica:
+            refs = [{"name": name, "uri": "x", "version": ""} for name in ("a", "b")]
+            handover = asyncio.create_task(replica.take_over({"r1": refs}))
+            await asyncio.sleep(0)
+            await replica.unload_adapter("b")
+            assert await handover == {"errors": []}
+            assert (await replica.scaling(None))["holds"] == ["a"]
+
+    asyncio.run(main())
+
+
 def point(timestamp: float, value: float) -> SimpleNamespace:
     return SimpleNamespace(timestamp=timestamp, value=value)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from deployments.replica_books import MAX_NAMED, UNUSED_AFTER_S, ReplicaBooks, routing_stats
 from deployments.request_times import RequestTimes
+from engine.latecomers import LATE_S
 
 
 def engine_stats(**adapters: dict[str, Any]) -> dict[str, Any]:
@@ -68,10 +69,10 @@ def test_a_value_on_a_histogram_bound_counts_below_it() -> None:
 def test_an_unloaded_adapter_is_forgotten_unless_in_use() -> None:
     books = ReplicaBooks()
     books.arrived("sql", "home", now=0.0)
-    books.forget("sql")
+    books.forget("sql", now=0.5)
     assert "sql" in books.merge_into(engine_stats())["adapters"]
     books.ended("sql", now=1.0, error=None)
-    books.forget("sql")
+    books.forget("sql", now=1.0)
     assert "sql" not in books.merge_into(engine_stats())["adapters"]
 
 
@@ -187,15 +188,28 @@ def test_series_of_an_adapter_that_is_unloaded_in_use_end_with_its_last_request(
     books = ReplicaBooks()
     for _ in range(2):
         books.arrived("a", "home", now=0.0)
-    books.forget("a")
+    books.forget("a", now=0.5)
     books.ended("a", now=1.0, error=None)
     assert "a" in books.merge_into({})["adapters"]
     books.ended("a", now=2.0, error=None)
     assert "a" not in books.merge_into({})["adapters"]
     # loaded again before that: it goes on
+    books.loaded("a")
     books.arrived("a", "home", now=3.0)
-    books.forget("a")
-    books.arrived("a", "home", now=4.0)
-    books.ended("a", now=5.0, error=None)
+    books.forget("a", now=3.5)
+    books.loaded("a")
     books.ended("a", now=6.0, error=None)
+    assert "a" in books.merge_into({})["adapters"]
+
+
+def test_a_request_that_comes_after_the_unload_leaves_no_series() -> None:
+    """It was on its way. Later the source may have the adapter again, of which no replica is told."""
+    books = ReplicaBooks()
+    books.forget("a", now=0.0)
+    books.arrived("a", "home", now=1.0)
+    assert "a" in books.merge_into({})["adapters"]
+    books.ended("a", now=2.0, error="model_not_found")
+    assert "a" not in books.merge_into({})["adapters"]
+    books.arrived("a", "home", now=LATE_S)
+    books.ended("a", now=LATE_S, error=None)
     assert "a" in books.merge_into({})["adapters"]
