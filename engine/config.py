@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from engine.eviction import Policy as EvictionPolicy
 
 GIB = 1 << 30
+DEFAULT_PARALLEL_LOADS = 4  # what routers, who do not know a replica's configuration, take it to be
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -32,7 +33,7 @@ class EngineConfig:
     max_adapters: int = 64  # adapter slots: how many can be resident at once if the pool has room
     max_rank: int = 256
     host_cache_bytes: int = 2 * GIB
-    max_parallel_loads: int = 4
+    max_parallel_loads: int = DEFAULT_PARALLEL_LOADS
     load_timeout_s: float = 60.0
     disk_cache_dir: str | None = None  # local directory for what was read from S3; None: not kept on disk
     disk_cache_bytes: int = 20 * GIB

@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from engine.config import DEFAULT_PARALLEL_LOADS
 from engine.prefetch import HINT_S
 from router.fleet_table import HBM, LOADING, Replica
 from router.policy import Choice, ResidencyPolicy, RouteRequest
 
-LOADS_OF_REPLICA = 4  # as many as an engine does at once unless it is told otherwise
+LOADS_OF_REPLICA = DEFAULT_PARALLEL_LOADS
 MAX_DECISIONS = 16  # in a look at who waits: 50 us each, a thousand replicas or one
 
 

@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.config import DEFAULT_PARALLEL_LOADS
 from engine.step_cost import StepCost
 from router.fleet_table import Report
 
@@ -27,7 +28,7 @@ class ReplicaSpec:
     cost: StepCost
     adapter_pages: int = 40
     load_s: float = 0.3  # from the source
-    max_parallel_loads: int = 4
+    max_parallel_loads: int = DEFAULT_PARALLEL_LOADS
 
     @property
     def capacity(self) -> int:

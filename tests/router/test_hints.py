@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.prefetch import HINT_S
 from router.fleet_table import Report
 from router.hints import LOADS_OF_REPLICA, MAX_DECISIONS, Hint, Hints, Waiting
@@ -124,6 +125,10 @@ def test_a_replica_is_told_of_so_many_at_most_and_of_more_when_they_are_there() 
     fleet.table.tell("r0", report(load=FULL), 1.2)
     left = many[LOADS_OF_REPLICA + 1 :]
     assert [hint.ref for hint in hints.due(left, HINT_S)] == [one.ref for one in left[: LOADS_OF_REPLICA - 1]]
+
+
+def test_a_replica_is_taken_to_load_as_many_at_once_as_it_does_by_default() -> None:
+    assert EngineConfig(model="m").max_parallel_loads == LOADS_OF_REPLICA
 
 
 def test_a_replica_that_loads_for_requests_of_its_own_is_told_nothing() -> None:
