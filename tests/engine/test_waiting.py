@@ -180,6 +180,36 @@ def test_a_noisy_adapter_delays_anothers_request_by_no_more_than_its_share() -> 
     assert Counter(admitted)["calm"] == 5
 
 
+def steps_to_first_token(noise: int, num_steps: int = 600) -> list[float]:
+    """Of a tenant that asks every 20th step, beside one that asks `noise` times as often."""
+    simulation = Simulation(num_pages=400, max_num_seqs=4, max_num_batched_tokens=16, fair=True)
+    arrived: dict[str, float] = {}
+    waited: list[float] = []
+    rng, noisy_rng = random.Random(0), random.Random(1)
+    for step in range(num_steps):
+        if rng.random() < 0.05:
+            arrived[f"calm {step}"] = simulation.now
+            simulation.submit(f"calm {step}", 24, max_tokens=8, digest="calm")
+        for i in range(noise):
+            if noisy_rng.random() < 0.05:
+                simulation.submit(f"noisy {step} {i}", 24, max_tokens=8, digest="noisy")
+        simulation.step()
+        answered = [name for name in arrived if simulation.clients[name].output]
+        waited.extend(simulation.now - arrived.pop(name) for name in answered)
+    assert len(arrived) <= 1
+    return sorted(waited)
+
+
+@pytest.mark.parametrize("num_requests", [1, 5])
+def test_a_tenant_at_its_share_waits_three_times_as_long_at_most_beside_one_at_ten_times(
+    num_requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FR-32: at the 99th percentile, with turns of so many requests; the noisy one's queue only grows."""
+    monkeypatch.setattr(waiting, "RUNNING_CREDIT", num_requests * (24 * INPUT_WEIGHT + 8 * OUTPUT_WEIGHT))
+    p99 = [waited[int(0.99 * (len(waited) - 1))] for waited in map(steps_to_first_token, (0, 10))]
+    assert 1.0 < p99[0] < p99[1] <= 3 * p99[0]
+
+
 def test_adapters_with_long_queues_are_given_equal_tokens_whatever_the_size_of_their_requests() -> None:
     simulation = Simulation(num_pages=400, max_num_seqs=4, fair=True, prefix_cache=False)
     for i in range(150):
