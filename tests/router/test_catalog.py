@@ -146,6 +146,22 @@ def test_a_flood_of_junk_names_does_not_reach_the_source(monkeypatch: pytest.Mon
     run(main)
 
 
+def test_of_a_flood_only_the_latest_names_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FR-72: memory must not grow with the names that clients think of."""
+
+    async def main() -> None:
+        monkeypatch.setattr(catalog_lookup, "MAX_NEGATIVE", 4)
+        source = FakeSource()
+        catalog = build(source)
+        flood = [f"junk-{i}" for i in range(20)]
+        for name in (*flood, "junk-19", "junk-16", "junk-15"):
+            with pytest.raises(ModelNotFound):
+                await catalog.lookup(name)
+        assert source.finds == [*flood, "junk-15"]
+
+    run(main)
+
+
 def test_a_busy_source_that_was_never_listed_is_503() -> None:
     async def main() -> None:
         source = FakeSource()

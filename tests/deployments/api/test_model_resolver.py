@@ -41,6 +41,18 @@ async def test_unknown_model_is_a_404_before_any_event(
     assert not fleet.service.requests
 
 
+async def test_a_flood_of_junk_names_changes_no_series(fleet: FakeFleet) -> None:
+    """FR-72."""
+    fleet.catalog.add("sql")
+    async with fleet.client() as client:
+        before = (await client.get("/metrics")).text
+        for model in (*(f"junk-{i}" for i in range(100)), "x" * 10_000, "../junk"):
+            answer = await client.post("/v1/completions", json={"prompt": "hi", "model": model})
+            assert answer.status_code in (400, 404)
+        assert (await client.get("/metrics")).text == before
+    assert "lorafleet_ingress_requests_total" in before
+
+
 @every_route
 @pytest.mark.parametrize("model", [{}, {"model": None}, {"model": 5}])
 async def test_missing_model_is_a_400(
