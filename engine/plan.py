@@ -8,10 +8,14 @@ What there is one of for each row of each step is a tuple: a frozen dataclass ta
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from engine.memory import Eviction
+
+PageIds: TypeAlias = "array[int]"
+"""int32. A step takes one for each of its rows, as long as the row's context: copied, they cost nothing."""
 
 PENDING = -1
 """Stands for a token that an earlier step samples and that the host does not know yet."""
@@ -33,7 +37,7 @@ class ScheduledChunk(NamedTuple):
     request_id: str
     start: int
     token_ids: tuple[int, ...]  # the last one may be PENDING
-    page_ids: tuple[int, ...]
+    page_ids: PageIds  # its own: nobody changes it
     adapter_slot: int  # -1: none
     samples: bool
 

@@ -221,7 +221,7 @@ class Scheduler:
         users = Counter(id(n) for s in self.running for n in s.nodes)
         for seq in self.running:
             assert self.memory.pool.pages_of(seq.owner) == frozenset(seq.own_page_ids)
-            assert [n.page_id for n in seq.nodes] == seq.page_ids[: len(seq.nodes)]
+            assert [n.page_id for n in seq.nodes] == seq.page_ids[: len(seq.nodes)].tolist()
             assert all(n.num_users == users[id(n)] for n in seq.nodes)
             assert len(seq.page_ids) * self.memory.page_tokens >= seq.num_computed
 
@@ -375,7 +375,7 @@ class Scheduler:
             seq.request_id,
             start,
             known if end <= num_known else known + (PENDING,) * (end - num_known),
-            tuple(seq.page_ids[: self.memory.pages_for(end)]),
+            seq.page_ids[: self.memory.pages_for(end)],
             adapter.slot if adapter else -1,
             samples=end == num_known + seq.num_pending,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from engine.page_pool import Owner, PageKind
@@ -25,7 +26,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in the pool once the steps in flight are done
     num_cached: int | None = None  # prompt tokens found in the prefix cache at first admission
     # page_ids = the pages of `nodes` (shared, owned by the prefix cache), then our own
-    page_ids: list[int] = field(default_factory=list)
+    page_ids: array[int] = field(default_factory=lambda: array("i"))
     nodes: list[PrefixNode] = field(default_factory=list)
     num_overtaken: int = 0  # admissions past this request while it was blocked
     blocked_since: float | None = None
@@ -66,7 +67,8 @@ class Sequence:
     def start(self, nodes: list[PrefixNode], page_ids: tuple[int, ...], page_tokens: int) -> None:
         """It runs now; the KV of its first pages is found in `nodes`."""
         self.nodes = nodes
-        self.page_ids = [n.page_id for n in nodes] + list(page_ids)
+        self.page_ids = array("i", [n.page_id for n in nodes])
+        self.page_ids.extend(page_ids)
         self.num_computed = len(nodes) * page_tokens
         if self.num_cached is None:
             self.num_cached = self.num_computed
@@ -74,7 +76,7 @@ class Sequence:
 
     def stop(self) -> None:
         """Its pages are not its own any more; its tokens are kept."""
-        self.page_ids, self.nodes, self.num_computed = [], [], 0
+        self.page_ids, self.nodes, self.num_computed = array("i"), [], 0
 
     def append(self, token_id: int) -> FinishReason | None:
         self.token_ids.append(token_id)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.plan import PENDING, ScheduledChunk
+from engine.plan import PENDING, PageIds, ScheduledChunk
 from kernels.host_read.reference import read_host
 from kernels.host_read.triton import read_host as read_pinned
 from kernels.sgmv.table import Segment
@@ -103,7 +103,7 @@ class StepInputs:
         num_tokens = int(lengths.sum())
         positions = _ranges(starts, lengths)
         host, num = self.host, len(order)
-        token_ids = _flat(tokens, num_tokens)
+        token_ids = np.fromiter(itertools.chain.from_iterable(tokens), np.int64, num_tokens)
         last = ends - 1
         pending = np.flatnonzero(token_ids[last] == PENDING)
         token_ids[last[pending]] = [-1 - slot_of(request_ids[i]) for i in pending.tolist()]
@@ -127,21 +127,18 @@ class StepInputs:
             self._copied.record()
 
     def _write_pages(
-        self, page_ids: Sequence[tuple[int, ...]], positions: np.ndarray, lengths: np.ndarray
+        self, page_ids: Sequence[PageIds], positions: np.ndarray, lengths: np.ndarray
     ) -> np.ndarray:
         """The page table; returns the KV slot of each token."""
         num_pages = np.array(list(map(len, page_ids)), np.int64)
-        pages = _flat(page_ids, int(num_pages.sum()))
-        rows = np.arange(len(page_ids)).repeat(num_pages)
-        self.host["page_table"][rows, _ranges(np.zeros_like(num_pages), num_pages)] = pages
+        pages = np.frombuffer(b"".join(page_ids), np.int32)
+        columns = np.arange(num_pages.max(initial=0))
+        table = self.host["page_table"][: len(page_ids), : len(columns)]
+        table[columns < num_pages[:, None]] = pages
         first = (num_pages.cumsum() - num_pages).repeat(lengths)
         page, offset = np.divmod(positions, self._page_tokens)
-        kv_slots: np.ndarray = pages[first + page] * self._page_tokens + offset
+        kv_slots: np.ndarray = pages[first + page].astype(np.int64) * self._page_tokens + offset
         return kv_slots
-
-
-def _flat(lists: Sequence[Sequence[int]], size: int) -> np.ndarray:
-    return np.fromiter(itertools.chain.from_iterable(lists), np.int64, size)
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

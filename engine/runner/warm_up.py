@@ -5,6 +5,7 @@ They write on page 0 only, which nobody owns yet, and read whatever lies there.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 
 from engine.plan import ScheduledChunk, StepPlan
@@ -47,7 +48,7 @@ def _plan(lengths: list[int], slot: int, page_tokens: int) -> StepPlan:
             request_id=f"warm-up-{i}",
             start=0,
             token_ids=(0,) * length,
-            page_ids=(0,) * -(-length // page_tokens),
+            page_ids=array("i", [0]) * -(-length // page_tokens),
             adapter_slot=slot,
             samples=True,
         )

@@ -17,9 +17,9 @@ from array import array
 from collections.abc import Iterator
 
 from engine.memory import Eviction, EvictionCause
-from engine.plan import AdapterLoad, ScheduledChunk, StepPlan
+from engine.plan import AdapterLoad, PageIds, ScheduledChunk, StepPlan
 
-Pages = tuple[int, ...]
+_NO_PAGES: PageIds = array("i")
 
 
 class PlanEncoder:
@@ -27,7 +27,7 @@ class PlanEncoder:
 
     def __init__(self, with_freed_pages: bool) -> None:
         self._with_freed_pages = with_freed_pages
-        self._pages: dict[int, Pages] = {}  # of each request, as the other side knows them
+        self._pages: dict[int, PageIds] = {}  # of each request, as the other side knows them
 
     def encode(self, plan: StepPlan, requests: dict[str, int], adapters: dict[str, int]) -> bytes:
         """`adapters`: numbers of the digests that the plan loads."""
@@ -58,9 +58,9 @@ class PlanEncoder:
     def forget(self, request: int) -> None:
         self._pages.pop(request, None)
 
-    def _learn(self, request: int, pages: Pages) -> int:
+    def _learn(self, request: int, pages: PageIds) -> int:
         """How many of the first pages the other side knows already."""
-        known = self._pages.get(request, ())
+        known = self._pages.get(request, _NO_PAGES)
         self._pages[request] = pages
         if pages[: len(known)] == known:
             return len(known)
@@ -71,7 +71,7 @@ class PlanEncoder:
 
 class PlanDecoder:
     def __init__(self) -> None:
-        self._pages: dict[int, Pages] = {}
+        self._pages: dict[int, PageIds] = {}
 
     def decode(self, payload: bytes) -> StepPlan:
         """Requests and digests are named by their numbers."""
@@ -90,7 +90,8 @@ class PlanDecoder:
 
     def _chunk(self, rest: Iterator[int]) -> ScheduledChunk:
         request, start, slot, samples, num_known, num_new, num_tokens = _take(rest, 7)
-        pages = self._pages.get(request, ())[:num_known] + _take(rest, num_new)
+        pages = self._pages.get(request, _NO_PAGES)[:num_known]
+        pages.extend(_take(rest, num_new))
         self._pages[request] = pages
         return ScheduledChunk(str(request), start, _take(rest, num_tokens), pages, slot, bool(samples))
 

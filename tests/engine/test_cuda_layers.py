@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -230,7 +231,9 @@ class Setup:
             token_ids = [rng.randrange(SPEC.shape.vocab_size) for _ in range(length)]
             start = len(row.token_ids)
             chunks.append(
-                ScheduledChunk(row.name, start, tuple(token_ids), row.page_ids, row.slot, samples=False)
+                ScheduledChunk(
+                    row.name, start, tuple(token_ids), array("i", row.page_ids), row.slot, samples=False
+                )
             )
             row.token_ids += token_ids
         self.runner.submit(StepPlan((), (), (), tuple(chunks), (), (), ()), {})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -63,7 +64,9 @@ def test_every_plan_of_a_soak_arrives_as_it_was_sent(seed: int) -> None:
 def decodes(step: int, num: int = 64) -> StepPlan:
     pages = 40 + step // 16
     chunks = (
-        ScheduledChunk(f"r{i}", 639 + step, (PENDING,), tuple(range(100 * i, 100 * i + pages)), i % 64, True)
+        ScheduledChunk(
+            f"r{i}", 639 + step, (PENDING,), array("i", range(100 * i, 100 * i + pages)), i % 64, True
+        )
         for i in range(num)
     )
     return replace(EMPTY, chunks=tuple(chunks))
@@ -97,6 +100,6 @@ def test_a_preempted_request_starts_on_other_pages() -> None:
     wire = Wire()
     rng = random.Random(0)
     for _ in range(50):
-        pages = tuple(rng.randrange(6) for _ in range(rng.randint(1, 5)))
+        pages = array("i", (rng.randrange(6) for _ in range(rng.randint(1, 5))))
         plan = replace(EMPTY, chunks=(ScheduledChunk("0", 0, (1, 2), pages, -1, samples=False),))
         assert wire.send(plan) == plan

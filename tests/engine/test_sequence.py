@@ -37,7 +37,7 @@ def test_stop_tokens_of_the_prompt_do_not_count() -> None:
 def test_it_starts_on_shared_pages_then_its_own_and_stops_with_its_tokens_kept() -> None:
     seq = sequence(digest="a")
     seq.start([PrefixNode("a", (1, 2), page_id=7, parent=None)], (4, 5), page_tokens=2)
-    assert (seq.page_ids, seq.own_page_ids) == ([7, 4, 5], (4, 5))
+    assert (seq.page_ids.tolist(), seq.own_page_ids) == ([7, 4, 5], (4, 5))
     assert (seq.num_computed, seq.num_cached, seq.num_uncomputed) == (2, 2, 3)
     seq.append(6)
     seq.stop()

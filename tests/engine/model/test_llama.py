@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +47,7 @@ class Prompt:
 
     def schedule(self, num_tokens: int) -> ScheduledChunk:
         chunk = self.token_ids[self.done : self.done + num_tokens]
-        return ScheduledChunk("", self.done, tuple(chunk), tuple(self.page_ids), self.slot, samples=True)
+        return ScheduledChunk("", self.done, tuple(chunk), array("i", self.page_ids), self.slot, samples=True)
 
 
 class Bench:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import MagicMock, patch
@@ -224,6 +225,8 @@ def mixed_chunks(kind: str, lengths: tuple[tuple[int, int], ...] = MIXED) -> lis
     """`lengths`: first position and tokens of each."""
     slots = (-1, -1, -1, -1) if kind == "none" else (-1, 0, 1, 0)
     return [
-        ScheduledChunk(str(i), start, tuple(range(i, i + length)), (4 * i, 4 * i + 1), slot, samples=True)
+        ScheduledChunk(
+            str(i), start, tuple(range(i, i + length)), array("i", (4 * i, 4 * i + 1)), slot, samples=True
+        )
         for i, ((start, length), slot) in enumerate(zip(lengths, slots, strict=True))
     ]

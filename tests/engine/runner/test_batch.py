@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ PAGE_TOKENS = 4
 def chunk(
     token_ids: list[int], page_ids: list[int], start: int = 0, slot: int = -1, samples: bool = True
 ) -> ScheduledChunk:
-    return ScheduledChunk("", start, tuple(token_ids), tuple(page_ids), slot, samples)
+    return ScheduledChunk("", start, tuple(token_ids), array("i", page_ids), slot, samples)
 
 
 def random_seqs(seed: int) -> list[ScheduledChunk]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import time
+from array import array
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def random_chunks(seed: int) -> list[ScheduledChunk]:
     chunks = []
     for i in range(rng.randint(1, 9)):
         start, length = rng.randrange(20), rng.choice([1, 1, 1, 2, 5])
-        page_ids = tuple(pages.pop() for _ in range(-(-(start + length) // PAGE_TOKENS)))
+        page_ids = array("i", (pages.pop() for _ in range(-(-(start + length) // PAGE_TOKENS))))
         token_ids = tuple(rng.randrange(100) for _ in range(length))
         chunks.append(
             ScheduledChunk(str(i), start, token_ids, page_ids, rng.randrange(-1, 3), rng.random() < 0.7)
@@ -62,7 +63,7 @@ def test_padding_writes_nothing_and_has_no_adapter() -> None:
     step = inputs()
     for stale in step.host.values():
         stale[...] = 5
-    chunk = ScheduledChunk("r", 6, (9,), (3, 4), 2, samples=True)
+    chunk = ScheduledChunk("r", 6, (9,), array("i", (3, 4)), 2, samples=True)
     step.write([chunk], 8, 8, no_slot)
     assert step.host["kv_slots"][:8].tolist() == [4 * PAGE_TOKENS + 2] + [-1] * 7
     assert step.host["slots"][:8].tolist() == [2] + [-1] * 7
@@ -74,8 +75,8 @@ def test_padding_writes_nothing_and_has_no_adapter() -> None:
 def test_padding_of_a_step_with_a_prefill_chunk_ends_with_sequences_without_a_query() -> None:
     step = inputs()
     chunks = [
-        ScheduledChunk("p", 0, (9, 8, 7), (3,), -1, samples=True),
-        ScheduledChunk("d", 6, (9,), (4, 5), -1, samples=True),
+        ScheduledChunk("p", 0, (9, 8, 7), array("i", (3,)), -1, samples=True),
+        ScheduledChunk("d", 6, (9,), array("i", (4, 5)), -1, samples=True),
     ]
     step.write(chunks, 6, 5, no_slot)
     assert step.host["cu_query_lens"][:6].tolist() == [0, 3, 4, 5, 6, 6]
@@ -101,16 +102,17 @@ def test_the_copy_leaves_out_page_table_rows_that_are_not_in_use() -> None:
 
 def test_a_pending_token_names_its_requests_slot() -> None:
     step = inputs()
-    decode = ScheduledChunk("9", 6, (PENDING,), (3, 4), 2, samples=True)
+    decode = ScheduledChunk("9", 6, (PENDING,), array("i", (3, 4)), 2, samples=True)
     # of a request preempted with its last token in flight
-    prefill = ScheduledChunk("4", 0, (5, 6, PENDING), (7,), -1, samples=True)
+    prefill = ScheduledChunk("4", 0, (5, 6, PENDING), array("i", (7,)), -1, samples=True)
     step.write([decode, prefill], 4, 2, int)
     assert step.host["token_ids"][:4].tolist() == [5, 6, -5, -10]
 
 
 def test_a_large_decode_batch_is_written_quickly() -> None:
     step = StepInputs(256, 256, 128, 8, 16, {}, torch.device("cpu"))
-    chunks = [ScheduledChunk(str(i), 639, (PENDING,), tuple(range(40)), i % 64, True) for i in range(256)]
+    pages = array("i", range(40))
+    chunks = [ScheduledChunk(str(i), 639, (PENDING,), pages, i % 64, True) for i in range(256)]
     seconds = []
     for _ in range(10):
         started = time.perf_counter()
