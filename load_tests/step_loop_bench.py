@@ -14,6 +14,7 @@ once. No GPU, no model. Left out: the launches, and sampling's settings.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -38,9 +39,9 @@ from kernels.sgmv.lists import lists_size, write_lists
 from kernels.sgmv.plan import decode_plan
 from load_tests.random_engine import PAGE_TOKENS, SHAPE, RandomEngine
 
-NUM_PAGES, MAX_MODEL_LEN, MAX_SEQS, MAX_TOKENS = 24_000, 2048, 256, 8192
+NUM_PAGES, MAX_MODEL_LEN, MAX_SEQS, MAX_TOKENS = 40_000, 2048, 256, 8192
 NUM_ADAPTERS, RANK = 64, 16
-PROMPT, ROUNDS, ROUND_STEPS = 64, 20, 20
+PROMPT, LONG_PROMPT, ROUNDS, ROUND_STEPS = 64, 1500, 20, 20
 COMMAND = "python -m load_tests.step_loop_bench"
 
 
@@ -86,7 +87,7 @@ class HostOnly:
     def close(self) -> None: ...
 
 
-def measure(batch: int, num_adapters: int) -> dict[str, float]:
+def measure(batch: int, num_adapters: int, num_prompt: int) -> dict[str, float]:
     """Milliseconds a step, of `batch` requests that decode."""
     config = EngineConfig(
         model="random", device="cpu", max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS, max_rank=RANK,
@@ -98,11 +99,11 @@ def measure(batch: int, num_adapters: int) -> dict[str, float]:
     engine.read(names)
     rng = random.Random(0)
     for i in range(batch):
-        prompt = [rng.randrange(SHAPE.vocab_size) for _ in range(PROMPT)]
+        prompt = [rng.randrange(SHAPE.vocab_size) for _ in range(num_prompt)]
         adapter = names[i % num_adapters] if names else None
-        engine.core.add_request(engine.request(str(i), prompt, MAX_MODEL_LEN - PROMPT, adapter))
-    for _ in range(ROUND_STEPS):
-        engine.turn()
+        engine.core.add_request(engine.request(str(i), prompt, MAX_MODEL_LEN - num_prompt, adapter))
+    while len(engine.turn()) < batch:
+        pass
     rounds = [_round(engine, runner, batch) for _ in range(ROUNDS)]
     return min(rounds, key=lambda r: r["turn"])
 
@@ -127,13 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     keep_what_is_there()
     rows: list[dict[str, Any]] = []
-    for num_adapters in (0, NUM_ADAPTERS):
-        for batch in (1, 64, MAX_SEQS):
-            rows.append({"adapters": num_adapters, "batch": batch, **measure(batch, num_adapters)})
-            print(
-                "  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items())
-            )
-            sys.stdout.flush()
+    cases = [*itertools.product((0, NUM_ADAPTERS), (1, 64, MAX_SEQS), (PROMPT,))]
+    for num_adapters, batch, num_prompt in [*cases, (NUM_ADAPTERS, MAX_SEQS, LONG_PROMPT)]:
+        case = {"adapters": num_adapters, "batch": batch, "prompt": num_prompt}
+        rows.append(case | measure(batch, num_adapters, num_prompt))
+        print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
+        sys.stdout.flush()
     if args.out:
         conditions = f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, ms of one"
         result = {"command": COMMAND, "conditions": conditions, "rows": rows}
