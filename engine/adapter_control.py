@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from engine.adapters.image import AdapterImage
     from engine.adapters.loader import LoadResult
 
+MOVED_S = 120.0
+"""After a name has moved on here, other replicas may be reading for a while yet; then requests move on."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
@@ -65,7 +68,8 @@ class AdapterControl:
         self._clock = clock
         self._calls: set[str] = set()  # of load, not yet answered
         self._hinted: set[Version] = set()  # whose image must be read first
-        self._latecomers = Latecomers()  # of names that were unloaded, and of references that names left
+        self._unloaded = Latecomers()  # by name
+        self._moved = Latecomers(MOVED_S)  # by reference: the name means something else now
 
     def find(self, ref: AdapterRef | None) -> str | None:
         """Digest of an adapter whose weights are in host memory or in the pool."""
@@ -96,8 +100,8 @@ class AdapterControl:
 
     def load(self, call_id: str, ref: AdapterRef) -> CallEvent | None:
         """Read and validate it into host memory. None: the end of the load answers."""
-        self._latecomers.discard(ref.name)
-        self._latecomers.discard(ref)
+        self._unloaded.discard(ref.name)
+        self._moved.discard(ref)
         digest = self._manager.digest(ref)
         if digest is not None and digest in self._manager:
             self._name(ref.name, digest)
@@ -119,7 +123,7 @@ class AdapterControl:
 
     def unload(self, call_id: str, name: str) -> CallEvent:
         """Its requests finish; then its pages and host bytes are free."""
-        self._latecomers.expect(name, self._clock())  # also where nobody has asked for it yet
+        self._unloaded.expect(name, self._clock())  # also where nobody has asked for it yet
         is_known = self._manager.digest_of(name) is not None or name in self._manager.loading_names
         self._left(self._manager.unload(name))
         self._stats.adapters.pop(name, None)
@@ -250,7 +254,7 @@ class AdapterControl:
         old = self._manager.rename(name, digest)
         if old is not None:
             for ref in before:
-                self._latecomers.expect(ref, self._clock())
+                self._moved.expect(ref, self._clock())
             self._left(old)
         self._scheduler.keep(digest)
         if digest in self._manager:
@@ -282,7 +286,7 @@ class AdapterControl:
 
     def _is_late(self, ref: AdapterRef) -> bool:
         now = self._clock()
-        return self._latecomers.is_late(ref.name, now) or self._latecomers.is_late(ref, now)
+        return self._unloaded.is_late(ref.name, now) or self._moved.is_late(ref, now)
 
 
 def _not_loaded(name: str) -> ModelNotFound:

@@ -11,7 +11,8 @@ LATE_S = 15.0
 class Latecomers:
     """Times passed in never go back."""
 
-    def __init__(self) -> None:
+    def __init__(self, late_s: float = LATE_S) -> None:
+        self._late_s = late_s
         self._until: dict[Hashable, float] = {}  # oldest first
 
     def __len__(self) -> int:
@@ -21,7 +22,7 @@ class Latecomers:
         """It has ended."""
         self._forget(now)
         self._until.pop(what, None)  # so that the oldest stays first
-        self._until[what] = now + LATE_S
+        self._until[what] = now + self._late_s
 
     def discard(self, what: Hashable) -> None:
         """It has begun again."""

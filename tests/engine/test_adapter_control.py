@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.adapter_control import AdapterControl, LoadEnd
+from engine.adapter_control import MOVED_S, AdapterControl, LoadEnd
 from engine.adapters.image import AdapterImage
 from engine.adapters.loader import LoadResult
 from engine.adapters.manager import AdapterManager
@@ -231,6 +231,7 @@ def test_who_comes_late_for_what_a_name_left_does_not_bring_it_back(desk: Desk) 
     for ref, number in ((A, 1), (moved, 2)):
         desk.control.load(ref.uri, ref)
         desk.loaded(ref, image(number))
+    desk.now = MOVED_S - 1.0
     desk.control.prefetch(A)
     desk.control.want(A, "late")
     desk.loaded(A, image(1))
