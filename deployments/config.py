@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
 from deployments.label_cap import DEFAULT_MAX_NAMES
+from engine.adapters.names import is_adapter_name, is_reserved
 from engine.config import EngineConfig
 from router.autoscaling import Bounds
 from router.policy import DEFAULT_MAX_WAIT_S, DEFAULT_MEMORY_S, DEFAULT_SLACK
@@ -91,6 +92,21 @@ class AppArgs(BaseModel):
             if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
                 raise ValueError("api_key_digests holds something that is no SHA-256 digest")
         return value
+
+    @field_validator("lora_modules")
+    @classmethod
+    def _names_of_adapters(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not is_adapter_name(name) or is_reserved(name):
+                raise ValueError(f"lora_modules: no request can ask for an adapter named {name!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _adapters_are_not_named_as_the_base(self) -> Self:
+        for name in self.model_names():
+            if name in self.lora_modules:
+                raise ValueError(f"lora_modules: {name!r} is the base model, which would answer for it")
+        return self
 
     @model_validator(mode="after")
     def _engine_can_be_built(self) -> Self:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, Protocol
 
+from engine.adapters.names import is_reserved
 from engine.adapters.source import AdapterListing, AdapterSource
 from engine.errors import (
     AdapterRefused,
@@ -164,7 +165,7 @@ class Catalog:
 
         Raises Conflict, InvalidRequest, or what reading it or loading it raises: then nothing has changed.
         """
-        if name.startswith("_"):
+        if is_reserved(name):
             raise InvalidRequest("an adapter's name does not begin with an underscore", param="lora_name")
         if name in self._loading:
             raise is_loading(name)

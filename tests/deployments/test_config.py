@@ -53,6 +53,23 @@ def test_a_mistake_is_named(values: dict[str, Any], named: str) -> None:
     assert named in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["../x", "a b", "", "x" * 129, "_base"])
+def test_a_configured_adapter_has_a_name_that_requests_can_have(name: str) -> None:
+    """FR-30, FR-72: it would be in every label, and reachable by nobody."""
+    with pytest.raises(ValidationError, match="lora_modules"):
+        AppArgs(model="m", lora_modules={"good": "/a", name: "/b"})
+    assert AppArgs(model="m", lora_modules={"org/good": "/a"}).lora_modules == {"org/good": "/a"}
+
+
+@pytest.mark.parametrize(
+    "values", [{"model": "/models/sql"}, {"model": "m", "served_model_name": ["m", "sql"]}]
+)
+def test_no_configured_adapter_is_named_as_the_base_model(values: dict[str, Any]) -> None:
+    """FR-47: the base model would answer its requests."""
+    with pytest.raises(ValidationError, match="lora_modules: 'sql' is the base model"):
+        AppArgs(**values, lora_modules={"sql": "/adapters/sql"})
+
+
 def test_served_names_are_one_or_several_and_by_default_no_path() -> None:
     """FR-30: a server's directory is not shown to clients."""
     assert AppArgs(model="/models/tiny/").model_names() == ("tiny",)

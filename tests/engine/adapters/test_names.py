@@ -31,3 +31,4 @@ def test_any_other_name_is_a_400_that_names_the_field(name: str) -> None:
 def test_a_source_holds_names_of_one_part() -> None:
     assert is_folder_name("name")
     assert not is_folder_name("org/name")
+    assert not is_folder_name("_base"), "it would be counted as the base model"
