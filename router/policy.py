@@ -8,7 +8,7 @@ A request for an adapter goes to the first of these that has a seat:
   home      one of its homes: cold, or as one more copy of an adapter that needs more replicas
   spill     nobody of these has a seat: another replica with a seat and a slot to spare, by the least
             predicted cost, if it has fewer requests by `slack` at least; or with a slot that nobody uses at
-            this moment, if it has fewer by TARGET of its seats
+            this moment, if it has fewer by BATCH of the seats of the one that has it
   cold      nobody holds it and its homes have no seat: any replica with one, by the least predicted cost
 
 and if none has a seat it waits where it is warm, or at its home. Waiting beats spilling on queue length
