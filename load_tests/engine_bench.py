@@ -209,6 +209,7 @@ def write_results(rows: list[dict[str, Any]], conditions: dict[str, str], direct
         "",
         f"{', '.join(conditions.values())}. Written by `{COMMAND}`, which says what is measured.",
         "vLLM is 0.26, measured earlier on the same kind of GPU with the same workload.",
+        "`must` and `moonshot` are goals that were set beforehand.",
         "",
         "| case | metric | unit | lorafleet | vLLM | must | moonshot |",
         "|---|---|---|---|---|---|---|",

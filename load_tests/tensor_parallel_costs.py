@@ -9,8 +9,9 @@ which an engine with lora_sharding = auto chooses.
 
     step = bytes of base, adapters and KV on a rank / 4.4 TB/s + collectives x (latency + bytes sent / link)
 
-Latency of two ranks: a sum 3.4 us over NVLink and 8 over PCIe, an exchange between A and B 32 us (measured on
-two H200, but PCIe's); half as much again each time N doubles. Links: NVLink 400 GB/s, PCIe 5 50 GB/s. Writes
+Latency of two ranks: a sum 3.4 us over NVLink and 8 over PCIe, an exchange between A and B 32 us, which is
+what it added to a step at rank 256 (alone it takes 10 us); half as much again each time N doubles. Measured
+on two H200, but for PCIe and more ranks. Links: NVLink 400 GB/s, PCIe 5 50 GB/s. Writes
 load_tests/results/tp_costs.md.
 """
 
