@@ -138,10 +138,9 @@ class Catalog:
             return entry.ref
         if self._lookup is None or name in self._state.desired.removed:
             raise ModelNotFound(f"no adapter {name!r}")
-        is_listed = time.monotonic() - self._listed_at < 2 * REFRESH_S
-        found = _ref(name, await self._lookup.find(name, is_listed))
-        if self._discovered.get(name) != found:  # else who asked with us has published it
-            self._discovered[name] = found
+        found = _ref(name, await self._lookup.find(name, self._is_listed()))
+        self._discovered.setdefault(name, found)  # a listing that ended meanwhile may know a newer version
+        if name not in self._entries:  # else who asked with us has published it
             await self._publish()
         return await self.lookup(name)
 
@@ -171,15 +170,16 @@ class Catalog:
             raise is_loading(name)
         if name in self._entries and not may_replace:
             raise Conflict(f"there is an adapter {name!r} already", param="lora_name")
+        before = self._entries.get(name)
         self._loading[name] = uri
         try:
             await self._publish()
+            looked_at = time.monotonic()
             version = await self._described_version(uri)
-            await self._fleet.load_adapter(AdapterRef(name, uri, version))
-            await self._state.change(lambda desired: desired.with_loaded(name, uri))
+            await self._take_up(AdapterRef(name, uri, version), before)
             self._refusals.forget(uri)
             self._upkeep.want(self._named())
-            self._upkeep.succeeded(name, uri, version, time.monotonic())
+            self._upkeep.succeeded(name, uri, version, looked_at, time.monotonic())
         finally:
             del self._loading[name]
             await self._publish()
@@ -191,6 +191,7 @@ class Catalog:
         It ends when `load` replaces the name. Raises as `load`, and ModelNotFound for an unknown name.
         """
         self._check_known(name)
+        looked_at = time.monotonic()
         version = await self._described_version(uri)
         if weight:
             await self._fleet.load_adapter(AdapterRef(canary_name(name), uri, version))
@@ -198,7 +199,7 @@ class Catalog:
         self._check_known(name)  # that took a while: it may have been unloaded
         await self._state.change(lambda desired: desired.with_canary(name, uri, weight))
         self._upkeep.want(self._named())
-        self._upkeep.succeeded(canary_name(name), uri, version, time.monotonic())
+        self._upkeep.succeeded(canary_name(name), uri, version, looked_at, time.monotonic())
         await self._publish()
         await self._views.until_seen()
 
@@ -262,9 +263,16 @@ class Catalog:
 
     async def _list(self) -> None:
         if self._source is not None:
+            known = set(self._discovered)
             listings = await asyncio.to_thread(self._source.list_adapters)
-            self._discovered = {item.name: _ref(item.name, item) for item in listings}
+            # it may have begun before what was found since was there
+            found = {name: ref for name, ref in self._discovered.items() if name not in known}
+            self._discovered = {item.name: _ref(item.name, item) for item in listings} | found
             self._listed_at = time.monotonic()
+
+    def _is_listed(self) -> bool:
+        """Of late: an old listing is older than what was loaded since."""
+        return time.monotonic() - self._listed_at < 2 * REFRESH_S
 
     def _check_known(self, name: str) -> None:
         if name in self._loading:
@@ -272,19 +280,31 @@ class Catalog:
         if name not in self._entries:
             raise ModelNotFound(f"no adapter {name!r}", param="lora_name")
 
+    async def _take_up(self, ref: AdapterRef, before: Entry | None) -> None:
+        """Have it on the replicas and desired, or all as it was `before`."""
+        try:
+            await self._fleet.load_adapter(ref)
+            await self._state.change(lambda desired: desired.with_loaded(ref.name, ref.uri))
+        except LorafleetError as error:
+            if before is not None and not isinstance(error, AdapterRefused):
+                with suppress(LorafleetError):
+                    await self._fleet.load_adapter(before.ref)  # some replicas may have the new one
+            raise
+
     async def _keep(self, name: str, uri: str) -> None:
+        looked_at = time.monotonic()
         try:
             version = await self._version_of(uri)
             self._upkeep.described(name, uri, version)
             if self._kept().get(name) == uri and not self._upkeep.is_confirmed(name, version):
                 await self._load_everywhere(AdapterRef(name, uri, version))
         except AdapterRefused as error:
-            self._upkeep.failed(name, uri, error.message, time.monotonic(), is_refused=True)
+            self._upkeep.failed(name, uri, error.message, looked_at, time.monotonic(), is_refused=True)
         except LorafleetError as error:
-            self._upkeep.failed(name, uri, error.message, time.monotonic())
+            self._upkeep.failed(name, uri, error.message, looked_at, time.monotonic())
             logger.warning("adapter %s: %s", name, error.message)
         else:
-            self._upkeep.succeeded(name, uri, version, time.monotonic())
+            self._upkeep.succeeded(name, uri, version, looked_at, time.monotonic())
 
     async def _let_go(self, name: str) -> None:
         """It was deleted at its source: replicas would hold it, and metrics name it, for ever."""
@@ -311,9 +331,10 @@ class Catalog:
                 self._upkeep.described(name, uri, await self._version_of(uri))
 
     async def _version_of(self, uri: str) -> str:
-        for ref in self._discovered.values():
-            if ref.uri == uri:
-                return ref.version  # the listing has told it already
+        if self._is_listed():
+            for ref in self._discovered.values():
+                if ref.uri == uri:
+                    return ref.version  # the listing has told it already
         return await self._described_version(uri)
 
     async def _described_version(self, uri: str) -> str:

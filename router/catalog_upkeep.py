@@ -31,12 +31,15 @@ class _Book:
     uri: str
     version: str = ""  # the newest that requests may ask for
     is_confirmed: bool = False  # it is at the source, and on the replicas if it ought to be there
+    looked_at: float = float("-inf")  # when it was found at the source, if it is confirmed
     failures: int = 0
     reason: str | None = None
     due: float = float("-inf")
 
 
 class Upkeep:
+    """`looked_at`: when an attempt began. How it ends is no news if one that began later has succeeded."""
+
     def __init__(self) -> None:
         self._books: dict[str, _Book] = {}
 
@@ -62,13 +65,16 @@ class Upkeep:
         book = self._books.get(name)
         return book is not None and book.is_confirmed and book.version == version
 
-    def succeeded(self, name: str, uri: str, version: str, now: float) -> None:
-        if (book := self._books.get(name)) and book.uri == uri:
-            self._books[name] = _Book(uri, version, is_confirmed=True, due=now + FOLLOW_S)
+    def succeeded(self, name: str, uri: str, version: str, looked_at: float, now: float) -> None:
+        if self._is_news(name, uri, looked_at):
+            self._books[name] = _Book(uri, version, True, looked_at, due=now + FOLLOW_S)
 
-    def failed(self, name: str, uri: str, reason: str, now: float, is_refused: bool = False) -> None:
+    def failed(
+        self, name: str, uri: str, reason: str, looked_at: float, now: float, is_refused: bool = False
+    ) -> None:
         """What was confirmed before goes on being asked for. `is_refused`: it will be again."""
-        if (book := self._books.get(name)) and book.uri == uri:
+        if self._is_news(name, uri, looked_at):
+            book = self._books[name]
             book.failures += 1
             book.reason = reason
             book.due = now + (FOLLOW_S if is_refused else retry_delay_s(book.failures))
@@ -80,3 +86,7 @@ class Upkeep:
         if book.failures:
             return Status("failed", book.reason)
         return Status("ready" if book.is_confirmed else "pending")
+
+    def _is_news(self, name: str, uri: str, looked_at: float) -> bool:
+        book = self._books.get(name)
+        return book is not None and book.uri == uri and looked_at >= book.looked_at

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.adapters.source import AdapterListing
 from engine.errors import (
     AccessDenied,
     AdapterRefused,
@@ -21,6 +22,7 @@ from engine.request import AdapterRef
 from router import catalog_lookup, catalog_upkeep
 from router.catalog import Catalog
 from router.catalog_state import CatalogState
+from router.catalog_store import FileStore
 from tests.router.catalog_fakes import DOWN, FakeFleet, FakeSource, build, names, run, states
 
 
@@ -358,5 +360,77 @@ def test_a_template_that_many_need_at_once_is_read_once() -> None:
         assert await asyncio.gather(*asking) == ["template"] * 4
         assert await catalog.template(ref) == "template"
         assert reads == ["src/a"]
+
+    run(main)
+
+
+class SlowSource(FakeSource):
+    """What it has looked at it tells when the gate opens."""
+
+    def __init__(self, **versions: str) -> None:
+        super().__init__(**versions)
+        self.opens = {"find": threading.Event(), "list": threading.Event()}
+
+    def find(self, name: str) -> AdapterListing:
+        found = super().find(name)
+        self.opens["find"].wait(5)
+        return found
+
+    def list_adapters(self) -> list[AdapterListing]:
+        listed = super().list_adapters()
+        self.opens["list"].wait(5)
+        return listed
+
+
+def test_a_look_at_one_adapter_does_not_replace_what_a_listing_has_told_meanwhile() -> None:
+    async def main() -> None:
+        source = SlowSource(a="1")
+        catalog = build(source)
+        looking = asyncio.create_task(catalog.lookup("a"))
+        await asyncio.sleep(0.05)
+        source.versions["a"] = "2"
+        source.opens["list"].set()
+        await catalog.refresh()
+        source.opens["find"].set()
+        assert (await looking).version == "2"
+
+    run(main)
+
+
+def test_a_listing_that_began_before_an_upload_does_not_forget_it() -> None:
+    async def main() -> None:
+        source = SlowSource(a="1")
+        source.opens["find"].set()
+        catalog = build(source)
+        listing = asyncio.create_task(catalog.refresh())
+        await asyncio.sleep(0.05)
+        source.versions["new"] = "1"
+        await catalog.lookup("new")
+        source.opens["list"].set()
+        await listing
+        assert await names(catalog) == ["a", "new"]
+
+    run(main)
+
+
+def test_what_is_listed_and_not_told_yet_is_found_at_once(tmp_path: Path) -> None:
+    """The state beside the adapters is slow; to look again and again would not make it faster."""
+
+    async def main() -> None:
+        source = FakeSource(a="1")
+        state = CatalogState(FileStore(tmp_path / "catalog.json"))
+        slow = asyncio.Event()
+
+        async def refresh() -> None:
+            await slow.wait()
+
+        state.refresh = refresh  # type: ignore[method-assign]
+        catalog = Catalog(source, {}, source.describe, lambda uri: None, state, FakeFleet(), 9)
+        refreshing = asyncio.create_task(catalog.refresh())
+        await asyncio.sleep(0.05)
+        assert (await catalog.lookup("a")).version == "1"
+        assert source.finds == ["a"]
+        slow.set()
+        await refreshing
 
     run(main)

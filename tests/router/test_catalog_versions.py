@@ -9,10 +9,12 @@ import pytest
 
 from engine.errors import (
     AdapterRefused,
+    LorafleetError,
     ModelNotFound,
     Unavailable,
 )
 from engine.request import AdapterRef
+from router import catalog as catalog_module
 from router import catalog_departures, catalog_upkeep
 from router.catalog_entry import Canary
 from tests.router.catalog_fakes import DOWN, FakeFleet, FakeSource, build, names, run, states
@@ -175,5 +177,88 @@ def test_a_canary_that_has_ended_is_unloaded_and_one_that_fails_is_not(
         await catalog.load_canary("x", "src/b", 0)
         await catalog.keep_up()
         assert fleet.unloaded == ["x@canary"]
+
+    run(main)
+
+
+class GatedFleet(FakeFleet):
+    """Loads of a version wait for its gate, and fail with what is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: dict[str, asyncio.Event] = {}
+        self.failures: dict[str, LorafleetError] = {}
+
+    async def load_adapter(self, ref: AdapterRef) -> None:
+        if ref.version in self.gates:
+            await self.gates[ref.version].wait()
+        if ref.version in self.failures:
+            raise self.failures[ref.version]
+        await super().load_adapter(ref)
+
+
+@pytest.mark.parametrize("failure", [None, Unavailable("busy")])
+def test_a_version_that_is_looked_up_later_is_not_replaced_by_one_whose_load_ends_later(
+    failure: Unavailable | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upkeep has begun with the old one when somebody loads the new one by hand; and the other way round."""
+    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
+
+    async def main() -> None:
+        source, fleet = FakeSource(a="1"), GatedFleet()
+        catalog = build(source, fleet=fleet, x="src/a")
+        fleet.gates = {"1": asyncio.Event(), "3": asyncio.Event()}
+        upkeep = asyncio.create_task(catalog.keep_up())
+        await asyncio.sleep(0.05)
+        source.versions["a"] = "2"
+        await catalog.load("x", "src/a", True)
+        fleet.failures = {"1": failure} if failure else {}
+        fleet.gates["1"].set()
+        await upkeep
+        assert (await catalog.lookup("x")).version == "2"
+        assert await states(catalog) == {"x": ("ready", None)}
+
+        source.versions["a"] = "3"
+        by_hand = asyncio.create_task(catalog.load("x", "src/a", True))
+        await asyncio.sleep(0.05)
+        source.versions["a"] = "4"
+        await catalog.keep_up()
+        fleet.gates["3"].set()
+        await by_hand
+        assert (await catalog.lookup("x")).version == "4"
+
+    run(main)
+
+
+def test_an_old_listing_is_no_news_of_what_was_loaded_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source lists no more, and tells of single adapters yet."""
+    monkeypatch.setattr(catalog_upkeep, "FOLLOW_S", 0.0)
+    monkeypatch.setattr(catalog_module, "REFRESH_S", 0.0)
+
+    async def main() -> None:
+        source, fleet = FakeSource(a="1"), FakeFleet()
+        catalog = build(source, fleet=fleet)
+        await catalog.refresh()
+        source.versions["a"] = "2"
+        await catalog.load("x", "src/a", False)
+        await catalog.keep_up()
+        assert (await catalog.lookup("x")).version == "2"
+        assert [ref.version for ref in fleet.loaded] == ["2"]
+
+    run(main)
+
+
+def test_replicas_that_have_a_new_version_get_the_old_one_back_if_others_fail() -> None:
+    """Who is told that it was not replaced finds it as it was."""
+
+    async def main() -> None:
+        fleet = GatedFleet()
+        catalog = build(FakeSource(a="1", b="2"), fleet=fleet)
+        await catalog.load("x", "src/a", False)
+        fleet.failures["2"] = Unavailable("a replica does not answer")
+        with pytest.raises(Unavailable):
+            await catalog.load("x", "src/b", True)
+        assert fleet.loaded == [AdapterRef("x", "src/a", "1")] * 2
+        assert (await catalog.lookup("x")).uri == "src/a"
 
     run(main)

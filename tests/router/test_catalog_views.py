@@ -134,14 +134,14 @@ def test_a_failing_adapter_is_tried_again_less_and_less_often() -> None:
     assert upkeep.status("x") == Status("pending")
     now, waits = 0.0, []
     for _ in range(8):
-        upkeep.failed("x", "u", "gone", now)
+        upkeep.failed("x", "u", "gone", now, now)
         due = next(t for t in range(1000) if upkeep.due(now + t))
         waits.append(due)
         now += due
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
     assert upkeep.status("x") == Status("failed", "gone")
-    upkeep.succeeded("x", "u", "1", now)
+    upkeep.succeeded("x", "u", "1", now, now)
     assert upkeep.status("x") == Status("ready")
     upkeep.want({"x": "elsewhere"})
-    upkeep.succeeded("x", "u", "1", now)  # too late
+    upkeep.succeeded("x", "u", "1", now, now)  # too late
     assert (upkeep.status("x"), upkeep.version("x")) == (Status("pending"), "")
