@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine import Engine, EngineConfig, SamplingParams
-from engine.building import decide_lora_sharding
+from engine.building import _log_memory, decide_lora_sharding
 from engine.errors import InvalidRequest
 from engine.model.spec import load_model_spec
 from engine.tensor_parallel.costs import Batch, GroupCost
@@ -48,6 +48,7 @@ def test_small_models_get_pages_that_hold_an_adapter_tile(tmp_path: Path) -> Non
 
 
 def test_the_start_tells_times_and_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """FR-36: adapters and KV share the pool."""
     base = make_llama(tmp_path / "base")
     with caplog.at_level("INFO", "engine.building"):
         engine = Engine(EngineConfig(model=str(base), num_pages=8))
@@ -57,6 +58,19 @@ def test_the_start_tells_times_and_memory(tmp_path: Path, caplog: pytest.LogCapt
     assert f"base {4 * parameters}, pool {pages} (8 pages of 16 tokens)" in memory
     assert re.fullmatch(r"engine ready in \d+\.\d s \(read config \S+, read weights \S+\)", ready)
     engine.close()
+
+
+def test_the_start_tells_what_workspaces_take_of_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    """FR-36: whatever is neither base nor pool."""
+    plan: Any = SimpleNamespace(
+        pages=SimpleNamespace(bytes=100, tokens=16), config=SimpleNamespace(host_cache_bytes=7)
+    )
+    weights: Any = SimpleNamespace(num_bytes=1000)
+    with caplog.at_level("INFO", "engine.building"):
+        _log_memory(plan, weights, num_pages=5, taken=1700)
+    assert caplog.messages == [
+        "memory in bytes: base 1000, pool 500 (5 pages of 16 tokens), workspaces 200, host cache at most 7"
+    ]
 
 
 def _tensors(base: Path) -> list[torch.Tensor]:

@@ -24,11 +24,16 @@ async def post(fleet: FakeFleet, path: str, body: dict[str, Any], enabled: bool 
 
 @pytest.mark.anyio
 async def test_loaded_adapter_is_listed_and_unloaded_again(fleet: FakeFleet) -> None:
+    """FR-47: its requests do not fall to the base model."""
     loaded = await post(fleet, LOAD, {"lora_name": "sql", "lora_path": "s3://bucket/adapters/sql/"})
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
     assert fleet.catalog.records["sql"].ref.uri == "s3://bucket/adapters/sql"
     unloaded = await post(fleet, UNLOAD, {"lora_name": "sql", "lora_int_id": None})
     assert (unloaded.status_code, unloaded.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
+    for stream in (False, True):
+        retired = await post(fleet, "/v1/completions", {"model": "sql", "prompt": "hi", "stream": stream})
+        assert (retired.status_code, retired.json()["error"]["code"]) == (404, "model_not_found")
+    assert not fleet.service.requests
     again = await post(fleet, UNLOAD, {"lora_name": "sql"})
     assert (again.status_code, again.json()["error"]["message"]) == (
         404,
@@ -86,6 +91,17 @@ async def test_bad_request_names_its_field(
     answer = await post(fleet, LOAD, body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
     assert "/etc" not in answer.text
+    assert not fleet.catalog.records
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", [LOAD, UNLOAD, "/v1/pin_lora_adapter", "/v1/unpin_lora_adapter"])
+@pytest.mark.parametrize("name", ["../x", "/etc", "%2e%2e/x", "a\0b", "a\nb"])
+async def test_no_call_takes_a_name_outside_the_grammar(fleet: FakeFleet, path: str, name: str) -> None:
+    """FR-30."""
+    answer = await post(fleet, path, {"lora_name": name, "lora_path": "s3://bucket/adapters/a"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_name")
+    assert name not in answer.text
     assert not fleet.catalog.records
 
 

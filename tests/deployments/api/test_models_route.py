@@ -49,6 +49,17 @@ async def test_unknown_model_has_no_card(fleet: FakeFleet) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
+@pytest.mark.parametrize(
+    "path", ["%2e%2e%2fetc%2fx", "%2fetc%2fpasswd", "a%00b", "a%2f..%2fx", "%252e%252e%2f"]
+)
+async def test_a_card_is_of_a_name_and_of_no_path(fleet: FakeFleet, path: str) -> None:
+    """FR-30."""
+    async with fleet.client() as client:
+        answer = await client.get(f"/v1/models/{path}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert not fleet.catalog.resolved
+
+
 async def pages(fleet: FakeFleet, limit: int, prefix: str = "") -> list[list[str]]:
     """Ids, page by page, as a client follows them."""
     found: list[list[str]] = []
