@@ -64,21 +64,75 @@ def test_the_least_recently_used_goes_first() -> None:
         assert cache.put(digest, 10, set()) == ()
     cache.touch("a")
     assert cache.put("d", 10, set()) == ("b",)
-    assert list(cache.digests) == ["c", "a", "d"]
+    assert set(cache.digests) == {"c", "a", "d"}
     assert "b" not in cache
 
 
 def test_the_least_worth_goes_first_where_a_worth_is_given() -> None:
-    worth = {"a": 1.0, "b": 0.0, "c": 2.0, "d": 0.0}
+    worth = {"a": 1.0, "b": 0.0, "c": 2.0, "d": 0.0, "e": 3.0}
     cache = HostCache(40, worth.__getitem__)
     for digest in "abcd":
         cache.put(digest, 10, set())
     assert cache.put("e", 10, {"b"}) == ("d",)
-    worth["c"] = -1.0
-    worth["e"] = 3.0
+    worth["b"] = 2.5
     cache.touch("b")
-    assert cache.put("f", 20, set()) == ("c", "b")
+    assert cache.put("f", 20, set()) == ("a", "c")
     cache.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_worths_that_rise_are_followed(seed: int) -> None:
+    rng = random.Random(seed)
+    worth: dict[str, float] = {}
+    cache = HostCache(100, worth.__getitem__)
+    held: dict[str, int] = {}
+    for step in range(300):
+        for digest in held:
+            if rng.random() < 0.3:
+                worth[digest] += rng.randrange(10)
+        digest, nbytes = f"d{step:03}", rng.randint(1, 30)
+        worth[digest] = step + rng.random()
+        protected = {other for other in held if rng.random() < 0.1}
+        evicted = cache.put(digest, nbytes, protected)
+        cache.check_invariants()
+        if evicted is None:
+            continue
+        free = 100 - sum(held.values())
+        expected = []
+        for other in sorted(held.keys() - protected, key=worth.__getitem__):
+            if free >= nbytes:
+                break
+            expected.append(other)
+            free += held.pop(other)
+        assert set(evicted) == set(expected)
+        held[digest] = nbytes
+    assert set(cache.digests) == set(held)
+
+
+def test_making_room_looks_at_few_of_many_images() -> None:
+    num_looks = 0
+
+    def worth(digest: str) -> float:
+        nonlocal num_looks
+        num_looks += 1
+        return int(digest)
+
+    cache = HostCache(5000, worth)
+    for i in range(10_000):
+        cache.put(f"{i}", 1, set())
+    assert len(cache.digests) == 5000
+    assert num_looks < 5 * 10_000
+
+
+def test_images_that_come_and_go_leave_nothing() -> None:
+    cache = HostCache(30)
+    cache.put("stays", 10, set())
+    for i in range(1000):
+        cache.put(f"{i}", 10, set())
+        cache.remove(f"{i}")
+    cache.check_invariants()
+    assert len(cache._heap) < 100
+    assert cache.put("large", 30, set()) == ("stays",)
 
 
 def test_of_equal_worth_the_least_recently_used_goes_first() -> None:

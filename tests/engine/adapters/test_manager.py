@@ -173,5 +173,5 @@ def test_the_owner_says_what_an_image_is_worth() -> None:
     harness.load(ref("c"), "d2", pages=5)
     assert "d1" not in harness.manager
     assert "d0" in harness.manager
-    assert sorted(asked) == [("d0", 3), ("d1", 4)]
+    assert set(asked) == {("d0", 3), ("d1", 4)}
     assert harness.manager.num_evicted == 1
