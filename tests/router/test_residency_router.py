@@ -354,6 +354,27 @@ def test_all_who_wake_a_fleet_wait_for_it() -> None:
     run(main())
 
 
+def test_who_gives_up_as_he_gets_a_replica_holds_no_place_there() -> None:
+    """Serve never sends what he was chosen it for, so nobody would say that it ended."""
+
+    async def main() -> None:
+        router = build(StubReplica("a"))
+        call = asyncio.create_task(router._choose_replica_for_request(request("sql")))
+        fulfill = router._fulfill_next_pending_request
+
+        def fulfill_and_cancel(*args: Any) -> None:
+            fulfill(*args)
+            call.cancel()
+
+        router._fulfill_next_pending_request = fulfill_and_cancel  # type: ignore[method-assign]
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert router._table["a"].load == 0
+        assert not +router._selected
+
+    run(main())
+
+
 def test_a_dead_replica_is_not_chosen_again() -> None:
     """FR-65: only the dead replica leaves the table."""
 
@@ -363,6 +384,22 @@ def test_a_dead_replica_is_not_chosen_again() -> None:
         assert await route(router, request("sql")) == "dead"
         router.on_replica_actor_died(dead.replica_id)
         assert await route(router, request("sql")) == "alive"
+
+    run(main())
+
+
+def test_a_replica_that_was_out_of_reach_is_not_given_up() -> None:
+    """FR-65: neither while nobody has said that it died, nor when it turns out to be there."""
+
+    async def main() -> None:
+        lost, other = StubReplica("lost", resident=["sql"]), StubReplica("other")
+        router = build(lost, other)
+        router.on_replica_actor_unavailable(lost.replica_id)
+        assert await route(router, request("sql")) == "lost"
+        router.on_replica_actor_died(lost.replica_id)
+        assert await route(router, request("sql")) == "other"
+        router.update_replicas([lost, other])
+        assert await route(router, request("sql")) == "lost"
 
     run(main())
 
