@@ -154,16 +154,24 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
         try:
             async with asyncio.timeout(self._max_wait_s):
                 if is_retry:  # it had its turn
-                    return await super()._choose_replica_for_request(pending_request, is_retry=True)
+                    return await self._wait_for_choice(pending_request, is_retry=True)
                 turn = await self._take_turn(pending_request)
                 try:
-                    return await super()._choose_replica_for_request(pending_request)
+                    return await self._wait_for_choice(pending_request, is_retry=False)
                 finally:
                     self._leave(turn)
         except TimeoutError:
             raise self._refusal() from None
         finally:
             self._num_waiting -= 1
+
+    async def _wait_for_choice(self, pending_request: PendingRequest, *, is_retry: bool) -> RunningReplica:
+        try:
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except asyncio.CancelledError:
+            if not pending_request.future.cancelled():  # it was chosen a moment before
+                self._take_back(pending_request.future.result())
+            raise
 
     async def _take_turn(self, pending_request: PendingRequest) -> object:
         """Return when a place is free that nobody else is entering for. Serve's own queue is by arrival."""
@@ -249,9 +257,14 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
                 pending.future.set_result(replica)
                 self._remove_pending_request_from_indices(pending)
                 return
-        # it was cancelled meanwhile
-        self._selected[replica.replica_id.unique_id] -= 1
-        self._table.sent(replica.replica_id.unique_id, -1)
+        self._take_back(replica)  # it was cancelled meanwhile
+
+    def _take_back(self, replica: RunningReplica) -> None:
+        """Serve will not send what it was selected for."""
+        replica_id = replica.replica_id.unique_id
+        if self._selected[replica_id]:  # else it is gone
+            self._selected[replica_id] -= 1
+        self._table.sent(replica_id, -1)
 
     def _would_wait_too_long(self, now: float) -> bool:
         """By how fast requests of this router end while others wait. A burst is none the wiser at first.

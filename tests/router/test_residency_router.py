@@ -366,7 +366,7 @@ def test_who_gives_up_as_he_gets_a_replica_holds_no_place_there() -> None:
             fulfill(*args)
             call.cancel()
 
-        router._fulfill_next_pending_request = fulfill_and_cancel  # type: ignore[method-assign]
+        router._fulfill_next_pending_request = fulfill_and_cancel  # type: ignore[assignment]
         with pytest.raises(asyncio.CancelledError):
             await call
         assert router._table["a"].load == 0
