@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import (
-    ModelNotFound,
-)
+from engine.errors import ModelNotFound, RequestTooLarge
 from engine.latecomers import LATE_S
 from engine.request import AdapterRef
 from engine.snapshot import snapshot
