@@ -22,7 +22,7 @@ from engine.paced import Paced
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 from engine.snapshot import apply_news
 from engine.tokenizer import Tokenizer
-from engine.wire import HEADER, decode_event, encode_frame, encode_ref, encode_request
+from engine.wire import HEADER, decode_event, encode_choices, encode_frame, encode_ref
 
 STOP_TIMEOUT_S = 5.0
 CHECK_S = 1.0  # between two looks at whether the process lives
@@ -116,9 +116,8 @@ class EngineClient:
         if not self._streams.keys().isdisjoint(choices):  # whose tokens would it get
             raise InvalidRequest("a request of this id is running", param="request_id")
         stream = _Stream(choices, Paced(interval_s))
-        for choice_id, choice in choices.items():
-            self._streams[choice_id] = stream
-            self._send(["add", encode_request(choice.request)])
+        self._streams |= dict.fromkeys(choices, stream)
+        self._send(["add", *encode_choices([choice.request for choice in choices.values()])])
         try:
             async with contextlib.aclosing(stream.deltas.pieces()) as pieces:
                 async for deltas in pieces:

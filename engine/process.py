@@ -29,10 +29,9 @@ from engine.errors import InvalidRequest, LorafleetError
 from engine.events import TokenEvent
 from engine.heap import keep_what_is_there
 from engine.loop import EngineLoop, Inbox
-from engine.request import GenerateRequest
 from engine.snapshot import SnapshotFeed
 from engine.tensor_parallel.group import OnEnd
-from engine.wire import decode_ref, decode_request, encode_event, encode_frame, read_frame
+from engine.wire import decode_choices, decode_ref, encode_event, encode_frame, read_frame
 
 STATS_PERIOD_S = 0.1
 BEAT_S = 1.0  # a sign of life at least so often
@@ -133,12 +132,12 @@ class EngineProcess:
     def _stop(self) -> None:
         self._stopping = True
 
-    def _add(self, core: EngineCore, data: dict[str, Any]) -> None:
-        request: GenerateRequest = decode_request(data)
-        try:
-            core.add_request(request)
-        except LorafleetError as error:
-            self._send({"events": [encode_event(TokenEvent(request.request_id, error=error))]})
+    def _add(self, core: EngineCore, data: dict[str, Any], choices: list[list[Any]]) -> None:
+        for request in decode_choices(data, choices):
+            try:
+                core.add_request(request)
+            except LorafleetError as error:
+                self._send({"events": [encode_event(TokenEvent(request.request_id, error=error))]})
 
     def _abort(self, core: EngineCore, request_id: str) -> None:
         core.abort(request_id)

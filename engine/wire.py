@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from dataclasses import asdict, astuple
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 from engine.errors import LorafleetError
@@ -61,6 +62,19 @@ def decode_request(data: dict[str, Any]) -> GenerateRequest:
         timeout_s=data["timeout_s"],
         is_traced=data["is_traced"],
     )
+
+
+def encode_choices(requests: Sequence[GenerateRequest]) -> list[Any]:
+    """Of one request: they differ in their ids and seeds only, and the prompt may be long."""
+    return [encode_request(requests[0]), [[request.request_id, request.params.seed] for request in requests]]
+
+
+def decode_choices(data: dict[str, Any], choices: list[list[Any]]) -> list[GenerateRequest]:
+    request = decode_request(data)
+    return [
+        replace(request, request_id=request_id, params=replace(request.params, seed=seed))
+        for request_id, seed in choices
+    ]
 
 
 def encode_event(event: Event) -> list[Any]:
