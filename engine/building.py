@@ -32,6 +32,7 @@ from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
 from engine.tensor_parallel.costs import LOCAL_CPUS, NVLINK, Batch, GroupCost, Sharding, choose_sharding
 from engine.tensor_parallel.group import Group, GroupReader, GroupRunner, OnEnd
+from kernels.gpu import MIN_CAPABILITY
 from kernels.sgmv import Split
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,9 @@ def _plan_rank(config: EngineConfig, shard: Shard, rendezvous: str) -> _RankPlan
 def _check_device(config: EngineConfig) -> None:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("this machine has no CUDA device", param="device")
+    if config.device == "cuda" and (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
+        has, needs = (f"{major}.{minor}" for major, minor in (capability, MIN_CAPABILITY))
+        raise InvalidRequest(f"the GPU has compute capability {has}, and {needs} is needed", param="device")
 
 
 def decide_lora_sharding(config: EngineConfig, spec: ModelSpec) -> Sharding:

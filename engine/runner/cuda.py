@@ -33,6 +33,7 @@ from engine.sampling_params import SamplingParams
 from engine.shape import NUM_PROJECTIONS
 from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm
+from kernels.gpu import is_at_least_hopper
 from kernels.linear.tiles import MOST_TILE_ROWS
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, Split
@@ -104,8 +105,9 @@ class CudaRunner:
         most_rows = max(decode_buckets + prefill_buckets)
         peers = comm.peer_buffers(most_rows, shape.hidden_size, weights.embed.dtype)
         # NCCL sums what has more rows, maybe on another stream: nothing is launched ahead behind that
-        self._fused_rows = max_tokens if comm is ALONE else 0 if peers is None else peers[0].max_rows
-        prefill_buckets = [b for b in prefill_buckets if b <= self._fused_rows]
+        fused_rows = max_tokens if comm is ALONE else 0 if peers is None else peers[0].max_rows
+        self._most_ahead = min(most, fused_rows) if is_at_least_hopper(device) else 0
+        prefill_buckets = [b for b in prefill_buckets if b <= fused_rows]
         delta_peers = logit_peers = None
         if peers is not None:
             delta_peers = comm.peer_buffers(MOST_TILE_ROWS, shape.hidden_size, weights.embed.dtype)
@@ -323,7 +325,7 @@ class CudaRunner:
         return _Captured(graph, hidden)
 
     def _branch(self, kind: _Kind) -> Branch:
-        pdl = kind.bucket <= min(self._fused_rows, self._most_decodes)
+        pdl = kind.bucket <= self._most_ahead
         if not kind.has_adapters:
             return NoAdapters(pdl)
         workspace = self._sgmv[kind.bucket]

@@ -13,6 +13,11 @@ class Tile:
     weight_first: bool  # y^T = W x^T: the tensor cores' 64 rows are then W's, not x's and mostly padding
     num_stages: int
 
+    @property
+    def operand_elems(self) -> int:
+        """That are in shared memory at once."""
+        return (self.rows + self.columns) * self.block_k * self.num_stages
+
 
 FEW_ROWS = Tile(16, 64, 256, weight_first=True, num_stages=5)
 FEW_ROWS_BESIDE = replace(FEW_ROWS, num_stages=4)

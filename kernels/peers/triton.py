@@ -70,7 +70,7 @@ def most_programs(device: torch.device, num_bytes: int) -> int:
 
 
 def programs_per_multiprocessor(num_bytes: int) -> int:
-    """Of 512 threads; 64 registers each do if a program holds less than 32 KiB (tests/kernels/hopper.py)."""
+    """Of 512 threads; 64 registers each do if a program holds less than 32 KiB. Tests ask the compiler."""
     return 2 if num_bytes < 32 << 10 else 1
 
 

@@ -37,8 +37,8 @@ def test_calls_inside_one_request_all_finish_and_stay_with_their_adapters(start_
     """Serve matches calls by ids that these share: they hang, or take each other's replica.
 
     One slot a replica: each adapter has one place. 48 calls on 8 seats and 16 ongoing requests: most of them
-    queue in the router, base calls between them. They take long enough that none ends before the replicas have
-    told what is in use there: an adapter may spread to where the other one is idle.
+    queue in the router, base calls between them. They take long enough that none ends before the replicas
+    have told what is in use there: an adapter may spread to where the other one is idle.
     """
     app = start_app({"token_s": 0.1, "load_s": 0.2}, max_adapters=1)
     app.generate({"adapter": "a"}, {"adapter": "b"})

@@ -39,6 +39,16 @@ def test_a_missing_gpu_is_told_at_start(tmp_path: Path, num_ranks: int) -> None:
     assert caught.value.param == "device"
 
 
+def test_a_gpu_that_kernels_cannot_use_is_told_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
+    with pytest.raises(InvalidRequest, match=r"capability 7\.5, and 8\.0 is needed") as error:
+        Engine(EngineConfig(model=str(make_llama(tmp_path / "base")), device="cuda"))
+    assert error.value.param == "device"
+
+
 def test_small_models_get_pages_that_hold_an_adapter_tile(tmp_path: Path) -> None:
     base = make_llama(tmp_path / "base", num_hidden_layers=1, num_key_value_heads=1)
     engine = Engine(EngineConfig(model=str(base), num_pages=8))

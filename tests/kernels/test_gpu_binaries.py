@@ -1,4 +1,4 @@
-"""What kernels need of an H200, as its compiler tells without one. Some of it is a promise to others."""
+"""What kernels need of a GPU, as its compiler tells without one. Some of it is a promise to others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import kernels
 from kernels.linear.tiles import FEW_ROWS, FEW_ROWS_BESIDE, MOST_TILE_ROWS
 from kernels.peers.triton import programs_per_multiprocessor
-from tests.kernels.hopper import Binary
+from tests.kernels.gpu_binaries import Binary
 
 REGISTERS = 65536  # of a multiprocessor
 SHARED = 228 << 10
@@ -27,8 +27,12 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def binaries() -> list[Binary]:
+    return compile_for("H200", 1, 2)
+
+
+def compile_for(gpu: str, *worlds: int) -> list[Binary]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.hopper"]
+    command = [sys.executable, "-m", "tests.kernels.gpu_binaries", "--gpu", gpu, "--world", *map(str, worlds)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "FP_FUSION" not in done.stderr, "Triton's default, which changes, was taken"
@@ -40,12 +44,24 @@ def num_registers(binary: Binary) -> int:
     return -(-binary.registers // 8) * 8 * 32 * binary.num_warps
 
 
-def test_every_kernel_compiles(binaries: list[Binary]) -> None:
-    """With the shared memory that a program can have, or Triton would have refused it."""
+def written_kernels() -> set[str]:
     (root,) = kernels.__path__
     source = "".join(path.read_text() for path in Path(root).rglob("*.py"))
-    names = set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE))
-    assert {binary.kernel for binary in binaries} == names - ELSEWHERE.keys()
+    return set(re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)) - ELSEWHERE.keys()
+
+
+def test_every_kernel_compiles(binaries: list[Binary]) -> None:
+    """With the shared memory that a program can have, or Triton would have refused it."""
+    assert {binary.kernel for binary in binaries} == written_kernels()
+
+
+@pytest.mark.parametrize(("gpu", "has_linear"), [("L40S", False), ("B200", True), ("RTX PRO 6000", False)])
+def test_other_gpus_get_what_they_can_do(gpu: str, has_linear: bool) -> None:
+    """Older ones launch nothing ahead, and some have less shared memory: their products are cuBLAS's."""
+    binaries = compile_for(gpu, 1)
+    without = {"_all_reduce_kernel", "_gather_columns_kernel"} | (set() if has_linear else {"_linear_kernel"})
+    assert {binary.kernel for binary in binaries} == written_kernels() - without
+    assert any(binary.constants.get("PDL") for binary in binaries) == (gpu != "L40S")
 
 
 def test_programs_that_wait_for_other_ranks_all_run_at_once(binaries: list[Binary]) -> None:

@@ -1,6 +1,6 @@
-"""Compiles what steps of Llama-3-8B launch on an H200, and prints what each kernel needs. Without a GPU.
+"""Compiles what steps of Llama-3-8B launch on a GPU, and prints what kernels need. None need be here.
 
-    python -m tests.kernels.hopper
+    python -m tests.kernels.gpu_binaries --gpu H200 --world 1 2
 
 One JSON object a line, of `Binary`. A process of its own: the interpreter, in which all other tests run, is
 chosen when Triton is imported. The runner itself decides what to launch, over tensors without memory; Triton
@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,8 +39,21 @@ from kernels.sampling.triton import Logprobs
 from kernels.sgmv.lists import ListCounts
 from load_tests.random_engine import SPEC
 
-H200 = SimpleNamespace(multi_processor_count=132)
-MAX_SHARED = 227 << 10  # bytes of a program
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    capability: tuple[int, int]
+    multi_processor_count: int
+    max_shared: int  # bytes of a program
+
+
+GPUS = {
+    "A100": Gpu((8, 0), 108, 163 << 10),
+    "L40S": Gpu((8, 9), 142, 99 << 10),
+    "H200": Gpu((9, 0), 132, 227 << 10),
+    "B200": Gpu((10, 0), 148, 227 << 10),
+    "RTX PRO 6000": Gpu((12, 0), 188, 99 << 10),
+}
 KINDS = [
     _Kind(bucket, has_prefill=bucket > 256, has_adapters=has_adapters)
     for bucket in (8, 64, 256, 512)
@@ -47,7 +61,6 @@ KINDS = [
 ]
 EAGER = 2000  # tokens of a step that is not captured
 SAMPLED = 64  # rows of logits
-WORLDS = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +78,22 @@ class Binary:
 class _Driver:
     """Triton's, of a GPU that runs nothing."""
 
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
     @property
     def utils(self) -> Any:
         return SimpleNamespace(
             load_binary=lambda *args: (0, 0, 0, 0, 1024),
-            get_device_properties=lambda device: {"max_shared_mem": MAX_SHARED},
+            get_device_properties=lambda device: {"max_shared_mem": self._gpu.max_shared},
         )
 
     def launcher_cls(self, src: Any, metadata: Any) -> Any:
         return lambda *args: None
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        major, minor = self._gpu.capability
+        return GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -114,12 +131,13 @@ class _Listener:
         self.binaries.append(binary)
 
 
-def compile_steps() -> list[Binary]:
+def compile_steps(gpu: Gpu, worlds: Sequence[int]) -> list[Binary]:
+    """`worlds`: sizes of groups."""
     listener = _Listener()
-    triton.runtime.driver.set_active(_Driver())
+    triton.runtime.driver.set_active(_Driver(gpu))
     triton.knobs.compilation.listener = listener
-    with _no_gpu():
-        for listener.world in WORLDS:
+    with _described(gpu):
+        for listener.world in worlds:
             runner = _runner(listener.world)
             for kind in KINDS:
                 listener.tokens = kind.bucket
@@ -132,13 +150,15 @@ def compile_steps() -> list[Binary]:
 
 
 @contextmanager
-def _no_gpu() -> Iterator[None]:
+def _described(gpu: Gpu) -> Iterator[None]:
+    """To PyTorch."""
     names = {
         "torch.cuda.Stream": MagicMock(),
         "torch.cuda.Event": MagicMock(),
         "torch.cuda.current_stream": MagicMock(),
         "torch.cuda.stream": lambda stream: nullcontext(),
-        "torch.cuda.get_device_properties": lambda device: H200,
+        "torch.cuda.get_device_properties": lambda device: gpu,
+        "torch.cuda.get_device_capability": lambda device: gpu.capability,
         "engine.runner.cuda.AdapterCopies": MagicMock(),
         "engine.runner.cuda_sampler._pinned_results": lambda num_rows: MagicMock(
             logprobs=Logprobs.allocate(num_rows, MAX_TOP_LOGPROBS, "meta")
@@ -203,7 +223,11 @@ def _sample(runner: CudaRunner) -> None:
 
 
 def main() -> None:
-    for binary in compile_steps():
+    parser = ArgumentParser(description="What each kernel of an 8B model's steps needs of a GPU.")
+    parser.add_argument("--gpu", choices=GPUS, default="H200")
+    parser.add_argument("--world", type=int, nargs="+", default=[1, 2], help="sizes of groups")
+    args = parser.parse_args()
+    for binary in compile_steps(GPUS[args.gpu], args.world):
         print(json.dumps(asdict(binary)))
 
 
