@@ -11,12 +11,12 @@ import os
 import socket
 import sys
 from collections.abc import AsyncGenerator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from engine.choices import Choice, split_choices
 from engine.config import EngineConfig
-from engine.errors import EngineDead, InvalidRequest, LorafleetError
+from engine.errors import EngineDead, LorafleetError
 from engine.events import CallEvent, TokenEvent
 from engine.paced import Paced
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
@@ -50,6 +50,7 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}  # by id of each choice that the engine runs
         self._calls: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._call_ids = map(str, itertools.count())
+        self._request_numbers = itertools.count()
         self._stats: dict[str, Any] = {}
         self._death: EngineDead | None = None
         self._process: asyncio.subprocess.Process
@@ -112,9 +113,9 @@ class EngineClient:
         Raises LorafleetError; closing the generator aborts the rest.
         """
         self._check_alive()
+        # what comes late of one that was closed must not be taken for another one's, whatever id that has
+        request = replace(request, request_id=f"{request.request_id}@{next(self._request_numbers)}")
         choices = {c.request.request_id: c for c in split_choices(request, self.tokenizer)}
-        if not self._streams.keys().isdisjoint(choices):  # whose tokens would it get
-            raise InvalidRequest("a request of this id is running", param="request_id")
         stream = _Stream(choices, Paced(interval_s))
         self._streams |= dict.fromkeys(choices, stream)
         self._send(["add", *encode_choices([choice.request for choice in choices.values()])])
