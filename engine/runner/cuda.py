@@ -26,6 +26,7 @@ from engine.model.spec import ModelSpec
 from engine.plan import ScheduledChunk, StepPlan
 from engine.runner.adapter_copies import AdapterCopies, measure_copies
 from engine.runner.base import SampledToken
+from engine.runner.buckets import Buckets
 from engine.runner.cuda_sampler import FIELDS, CudaSampler
 from engine.runner.step_inputs import Batch, StepInputs
 from engine.runner.warm_up import mixed_steps
@@ -40,11 +41,6 @@ from kernels.sgmv import AdapterTable, Split
 from kernels.sgmv.lists import ListCounts, lists_size, write_lists
 from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
 from kernels.sgmv.workspace import SgmvWorkspace
-
-DECODE_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-PREFILL_BUCKETS = (320, 384, 448, 512, 640, 768, 896, 1024, 1280)
-"""Of steps with prefill chunks. To launch a larger one of Llama-3-8B took the host of an H200 31 ms, about as
-long as 1280 tokens run."""
 
 
 class _Kind(NamedTuple):
@@ -98,39 +94,18 @@ class CudaRunner:
         self._page_tokens = page_tokens
         self._poison = config.debug
         max_tokens, max_seqs, max_rank = config.max_num_batched_tokens, config.max_num_seqs, config.max_rank
-        # decodes of all sequences, and few enough tokens for the kernels of decodes
-        self._most_decodes = most = max(max_seqs, min(DECODE_BUCKETS[-1], max_tokens))
-        decode_buckets = [b for b in DECODE_BUCKETS if b < most] + [most]
-        prefill_buckets = [b for b in PREFILL_BUCKETS if most < b <= max_tokens]
-        most_rows = max(decode_buckets + prefill_buckets)
-        peers = comm.peer_buffers(most_rows, shape.hidden_size, weights.embed.dtype)
-        # NCCL sums what has more rows, maybe on another stream: nothing is launched ahead behind that
-        fused_rows = max_tokens if comm is ALONE else 0 if peers is None else peers[0].max_rows
+        buckets = Buckets.plan(max_seqs, max_tokens)
+        self._model, fused_rows = _build_model(
+            spec, weights, config, max_model_len, comm, buckets.most_tokens
+        )
+        self._buckets = buckets = buckets.limit_prefill(fused_rows)
+        most = buckets.most_decodes
         self._most_ahead = min(most, fused_rows) if is_at_least_hopper(device) else 0
-        prefill_buckets = [b for b in prefill_buckets if b <= fused_rows]
-        delta_peers = logit_peers = None
-        if peers is not None:
-            delta_peers = comm.peer_buffers(MOST_TILE_ROWS, shape.hidden_size, weights.embed.dtype)
-            logit_peers = comm.column_buffers(max_seqs, weights.embed.dtype)
-        self._model = CudaLlama(spec, weights, max_model_len, comm, peers, delta_peers, logit_peers)
-        self._buckets = decode_buckets + prefill_buckets
-        graph_plans = {bucket: decode_plan(bucket, max_rank) for bucket in decode_buckets}
-        graph_plans |= {bucket: prefill_plan(bucket, max_seqs, max_rank) for bucket in prefill_buckets}
+        graph_plans = {bucket: decode_plan(bucket, max_rank) for bucket in buckets.decode}
+        graph_plans |= {bucket: prefill_plan(bucket, max_seqs, max_rank) for bucket in buckets.prefill}
         eager_plan = prefill_plan(max_tokens, max_seqs, max_rank)
-
-        def inputs(max_tokens: int, *plans: SgmvPlan) -> StepInputs:
-            return StepInputs(
-                max_tokens=max_tokens,
-                max_seqs=most,
-                max_pages=-(-max_model_len // page_tokens),
-                lists_size=max(map(lists_size, plans)),
-                page_tokens=page_tokens,
-                settings=FIELDS,
-                device=device,
-            )
-
-        self._graph_inputs = inputs(self._buckets[-1], *graph_plans.values())
-        self._eager_inputs = inputs(max_tokens, eager_plan)
+        self._graph_inputs = self._step_inputs(buckets.most_tokens, *graph_plans.values())
+        self._eager_inputs = self._step_inputs(max_tokens, eager_plan)
         self._attention = AttentionWorkspace.allocate(
             most, max_tokens, shape.num_heads, shape.num_kv_heads, shape.head_dim, device
         )
@@ -140,7 +115,7 @@ class CudaRunner:
             config.max_num_seqs, len(weights.lm_head), dtype=weights.embed.dtype, device=device
         )
         # cuBLAS takes ten milliseconds for a number of rows that it has not seen
-        self._logit_rows = [b for b in decode_buckets if b < max_seqs] + [max_seqs]
+        self._logit_rows = [b for b in buckets.decode if b < max_seqs] + [max_seqs]
         self._last_step = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._can_capture = comm.can_be_captured
         self._graphs: dict[_Kind, _Captured] = {}
@@ -182,9 +157,10 @@ class CudaRunner:
         if not self._can_capture:
             return
         memory = None
-        for bucket in reversed(self._buckets):  # the largest first: the others fit into its memory
+        for bucket in reversed(self._buckets.all):  # the largest first: the others fit into its memory
             for has_prefill, has_adapters in itertools.product((False, True), repeat=2):
-                if self._num_seqs(bucket, has_prefill) > 0 and (has_prefill or bucket <= self._most_decodes):
+                is_taken = has_prefill or bucket <= self._buckets.most_decodes
+                if is_taken and self._num_seqs(bucket, has_prefill) > 0:
                     kind = _Kind(bucket, has_prefill, has_adapters)
                     captured = self._capture(kind, memory)
                     self._graphs[kind] = captured
@@ -192,7 +168,7 @@ class CudaRunner:
 
     def _num_seqs(self, bucket: int, has_prefill: bool) -> int:
         """That its graphs have room for."""
-        return min(bucket - has_prefill, self._most_decodes)
+        return min(bucket - has_prefill, self._buckets.most_decodes)
 
     def _warm_up_step(self, plan: StepPlan, params: SamplingParams) -> None:
         for chunk in plan.chunks:
@@ -222,7 +198,7 @@ class CudaRunner:
         num_tokens = plan.num_tokens
         if not plan.chunks:
             self._sampler.skip()
-        elif num_tokens <= self._buckets[-1] and self._graphs:
+        elif num_tokens <= self._buckets.most_tokens and self._graphs:
             self._replay(plan.chunks, num_tokens)
         else:
             self._run_eagerly(plan.chunks, num_tokens)
@@ -236,7 +212,7 @@ class CudaRunner:
 
     def _replay(self, chunks: Sequence[ScheduledChunk], num_tokens: int) -> None:
         inputs = self._graph_inputs
-        bucket = next(b for b in self._buckets if b >= num_tokens)
+        bucket = self._buckets.holding(num_tokens)
         has_prefill = num_tokens > len(chunks)
         num_seqs = self._num_seqs(bucket, has_prefill)
         batch = inputs.write(chunks, bucket, num_seqs, self._sampler.slot)
@@ -331,6 +307,17 @@ class CudaRunner:
         workspace = self._sgmv[kind.bucket]
         return BesideBase(workspace, pdl) if workspace.plan.kind == "decode" else OntoBase(workspace)
 
+    def _step_inputs(self, max_tokens: int, *plans: SgmvPlan) -> StepInputs:
+        return StepInputs(
+            max_tokens=max_tokens,
+            max_seqs=self._buckets.most_decodes,
+            max_pages=-(-self._max_model_len // self._page_tokens),
+            lists_size=max(map(lists_size, plans)),
+            page_tokens=self._page_tokens,
+            settings=FIELDS,
+            device=self._pool.device,
+        )
+
     def _workspace(self, plan: SgmvPlan, inputs: StepInputs) -> SgmvWorkspace:
         model = self._model
         modules = (model.qkv, model.o, model.gate_up, model.down)
@@ -350,3 +337,27 @@ class CudaRunner:
         for load in plan.loads:
             after_steps = load.after_steps or self._poison
             self._copies.start(replace(load, after_steps=after_steps), images[load.digest], self._last_step)
+
+
+def _build_model(
+    spec: ModelSpec,
+    weights: LlamaWeights,
+    config: EngineConfig,
+    max_model_len: int,
+    comm: Comm,
+    most_rows: int,
+) -> tuple[CudaLlama, int]:
+    """And for how many rows at most its sums over the ranks are kernels like all others.
+
+    NCCL sums what has more rows, maybe on another stream: nothing is launched ahead behind that.
+    """
+    hidden_size, dtype = spec.shape.hidden_size, weights.embed.dtype
+    peers = comm.peer_buffers(most_rows, hidden_size, dtype)
+    delta_peers = logit_peers = None
+    if peers is not None:
+        delta_peers = comm.peer_buffers(MOST_TILE_ROWS, hidden_size, dtype)
+        logit_peers = comm.column_buffers(config.max_num_seqs, dtype)
+    model = CudaLlama(spec, weights, max_model_len, comm, peers, delta_peers, logit_peers)
+    if comm is ALONE:
+        return model, config.max_num_batched_tokens
+    return model, 0 if peers is None else peers[0].max_rows

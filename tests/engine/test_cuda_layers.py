@@ -30,7 +30,7 @@ from engine.model import llama_cuda
 from engine.model.loading import LlamaWeights
 from engine.model.spec import ModelSpec
 from engine.plan import AdapterLoad, ScheduledChunk, StepPlan
-from engine.runner import cuda
+from engine.runner import buckets, cuda
 from engine.shape import PROJECTIONS
 from kernels.rms_norm.triton import add_rms_norm
 from load_tests.random_engine import PAGE_TOKENS, SPEC, random_weights
@@ -198,8 +198,8 @@ class Setup:
         }
         self.recorder = Recorder(SPEC)
         patch.setattr(llama_cuda, "add_rms_norm", self.recorder)
-        patch.setattr(cuda, "DECODE_BUCKETS", (8,))  # decodes of up to eight sequences are replayed
-        patch.setattr(cuda, "PREFILL_BUCKETS", ())  # and nothing else
+        patch.setattr(buckets, "DECODE_BUCKETS", (8,))  # decodes of up to eight sequences are replayed
+        patch.setattr(buckets, "PREFILL_BUCKETS", ())  # and nothing else
         config = EngineConfig(
             "random", "cuda", max_num_seqs=8, max_num_batched_tokens=MAX_TOKENS, max_adapters=3, max_rank=64
         )
