@@ -75,15 +75,13 @@ class Admission:
         if not memory.can_take(num_wanted, needed, keeping=nodes):
             self.protected.add(seq.namespace)
             return Lack.PAGES
+        memory.prefix.acquire(nodes)
         if cold:
-            memory.prefix.acquire(nodes)
+            assert not nodes, "a prefix goes before its adapter"
             adapter = self._load(cold, num_adapter_pages, needed)
             if adapter.ready_at > self._starts_at:
-                memory.prefix.release(nodes, self._now)
                 self.protected.add(cold)
                 return Lack.COPY
-        else:
-            memory.prefix.acquire(nodes)
         if adapter is not None:
             memory.residency.acquire(adapter.digest)
         seq.start(nodes, memory.take(seq.owner, num_pages, needed), memory.page_tokens)
