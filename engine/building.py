@@ -18,6 +18,7 @@ from engine.adapters.loader import AdapterLoader
 from engine.adapters.manager import AdapterManager
 from engine.config import GIB, EngineConfig
 from engine.core import EngineCore, Geometry, build_memory
+from engine.dtypes import served_dtype
 from engine.errors import InvalidRequest
 from engine.loop import Inbox
 from engine.model.digest import model_digest
@@ -41,8 +42,6 @@ MAX_RESERVED_BYTES = 4 * GIB
 """Of the host cache, locked for the GPU when the engine starts: later, launches may wait for that."""
 
 TYPICAL_CONTEXT = 1024  # tokens of a request, where adapters and KV are weighed up
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ def _plan_rank(config: EngineConfig, shard: Shard, rendezvous: str) -> _RankPlan
     watch = Stopwatch()
     with watch.part("read config"):
         spec = load_model_spec(config.model)
-    dtype = _dtype(config)
+    dtype = served_dtype(config)
     pages = plan_pages(config, spec, dtype.itemsize, shard)
     comm: Comm = ALONE
     if shard.world > 1:
@@ -164,7 +163,7 @@ def decide_lora_sharding(config: EngineConfig, spec: ModelSpec) -> Sharding:
     """Of a group; see engine/tensor_parallel/costs.py."""
     if config.lora_sharding != "auto":
         return config.lora_sharding
-    num_ranks, item_bytes = config.tensor_parallel_size, _dtype(config).itemsize
+    num_ranks, item_bytes = config.tensor_parallel_size, served_dtype(config).itemsize
     pages = plan_pages(config, spec, item_bytes, Shard(0, num_ranks))
     batch = Batch(
         rows=min(config.max_num_seqs, config.max_adapters),
@@ -219,12 +218,6 @@ def _core(
     runner = built.runner if group is None else GroupRunner(built.runner, group, config.debug)
     core = EngineCore(config, built.geometry, runner, manager, time.monotonic, memory)
     return core
-
-
-def _dtype(config: EngineConfig) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.float32 if config.device == "cpu" else torch.bfloat16
-    return _DTYPES[config.dtype]
 
 
 def _on_cpu(plan: _RankPlan) -> tuple[Runner, int]:

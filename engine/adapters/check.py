@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from engine.adapters.image import ImageFormat
 from engine.adapters.loading import load_image
 from engine.config import EngineConfig
+from engine.dtypes import served_dtype
 from engine.errors import LorafleetError
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def check_adapter(config: EngineConfig, uri: str) -> dict[str, Any]:
@@ -19,12 +16,9 @@ def check_adapter(config: EngineConfig, uri: str) -> dict[str, Any]:
     from engine.model.spec import load_model_spec
 
     shape = load_model_spec(config.model).shape
-    auto = torch.float32 if config.device == "cpu" else torch.bfloat16
     page_elems = shape.page_elems(shape.fit_page_tokens(config.page_tokens))
     try:
-        image = load_image(
-            uri, ImageFormat(shape, page_elems, _DTYPES.get(config.dtype, auto), config.max_rank)
-        )
+        image = load_image(uri, ImageFormat(shape, page_elems, served_dtype(config), config.max_rank))
     except LorafleetError as error:
         return {"status": "refused", "error": error.body()}
     return image.report

@@ -20,10 +20,9 @@ from engine.adapters.peft_config import PeftConfig, parse_peft_config
 from engine.adapters.reader import FileReader, LargeRead
 from engine.adapters.safetensors_header import TensorEntry, read_header
 from engine.adapters.source import AdapterFiles
+from engine.dtypes import STORED
 from engine.errors import AdapterRefused
 from engine.shape import ModelShape
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +54,7 @@ class AdapterCheckpoint:
     def tensor(self, entry: TensorEntry) -> torch.Tensor:
         """A view of `weights`, or a copy where that is not aligned. Waits until its bytes are there."""
         self.weights.wait(entry.stop)
-        dtype = _DTYPES[entry.dtype]
+        dtype = STORED[entry.dtype]
         content = torch.frombuffer(self.weights.buffer, dtype=torch.uint8)[entry.start : entry.stop]
         if entry.start % dtype.itemsize:
             content = content.clone()

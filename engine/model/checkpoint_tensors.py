@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 
 from engine.adapters.safetensors_header import HEAD_BYTES, TensorEntry, parse_header
+from engine.dtypes import STORED
 from engine.errors import AdapterRefused, InvalidRequest
 from engine.model.remote import RemoteFile, list_weights
 from engine.model.spec import ModelSpec
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LENGTH_BYTES = 8
 
 
@@ -121,8 +121,8 @@ def _missing(file: str) -> InvalidRequest:
 
 
 def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
+    if name not in STORED:
         raise InvalidRequest(
-            f"the checkpoint's weights are {name}; supported: {', '.join(_DTYPES)}", param="model"
+            f"the checkpoint's weights are {name}; supported: {', '.join(STORED)}", param="model"
         )
-    return _DTYPES[name]
+    return STORED[name]
