@@ -6,6 +6,7 @@ The base model's tokenizer serves every adapter; an adapter's own is never loade
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from engine.adapters.files import (
 )
 from engine.adapters.reader import MAX_SMALL_FILE_BYTES, FileReader
 from engine.errors import AdapterRefused
+
+_ID = re.compile("[0-9]{1,9}")  # Python makes no number of more than 4300 digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ def read(reader: FileReader) -> TokenizerFiles:
 def _template_of(config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     if template is not None and not isinstance(template, str):
         raise AdapterRefused(f"{TOKENIZER_CONFIG_FILE}: chat_template is no string", param="chat_template")
     return template or None
@@ -50,7 +53,7 @@ def _added_tokens(reader: FileReader, config: dict[str, Any]) -> dict[str, int]:
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         for token_id, entry in decoder.items():
-            tokens[_content(entry)] = int(token_id) if token_id.isdecimal() else None
+            tokens[_content(entry)] = int(token_id) if _ID.fullmatch(token_id) else None
     elif reader.listing.find(TOKENIZER_FILE) is not None:
         for entry in _list_in_head(reader.read_head(TOKENIZER_FILE, MAX_SMALL_FILE_BYTES)):
             tokens[_content(entry)] = entry.get("id") if isinstance(entry, dict) else None

@@ -36,6 +36,7 @@ def read(path: Path, files: dict[str, Any]) -> TokenizerFiles:
             {"tokenizer_config.json": {"chat_template": [{"name": "tool_use", "template": "t"}]}},
             None,
         ),
+        ({"tokenizer_config.json": {"chat_template": [{"name": ["default"], "template": "t"}, 3]}}, None),
         (
             {
                 "tokenizer_config.json": {
@@ -101,6 +102,7 @@ def test_a_tokenizer_without_added_tokens_adds_none(tmp_path: Path) -> None:
         ({"added_tokens.json": "[" * 100_000}, "added_tokens.json"),
         ({"added_tokens.json": {"<x>": "256"}}, "added_tokens"),
         ({"tokenizer_config.json": {"added_tokens_decoder": {"x": {"content": "<x>"}}}}, "added_tokens"),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {"9" * 5000: "<x>"}}}, "added_tokens"),
         ({"tokenizer.json": '{"added_tokens": [{"id": 1'}, "tokenizer.json"),
         ({"tokenizer.json": {"added_tokens": [3]}}, "added_tokens"),
         ({"tokenizer_config.json": json.dumps({"x": "y" * (1 << 20)})}, "tokenizer_config.json"),
