@@ -7,7 +7,8 @@ after a pause is lifted to where the others are: a pause saves up nothing. When 
 anything: counters are forgotten, and nothing is counted.
 
 Every adapter in a batch is read in every step and holds pages, so an account that runs already is ranked as
-if it had been given RUNNING_CREDIT less: adapters take turns of a few requests.
+if it had been given less: adapters take turns of TURN requests, as large as requests were lately, and of
+MAX_CREDIT at most.
 
 Not fair means by arrival only: nothing is counted, so all accounts are equal.
 """
@@ -27,8 +28,16 @@ INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 4.0
 """An output token at batch 64 takes about four times the GPU time of a prompt token (8B model, H200)."""
 
-RUNNING_CREDIT = 4000.0
+TURN = 6.0
+"""Requests. Replayed at saturation, twice as many gain up to 1 % of the tokens a second; but an adapter that
+asks rarely then waits more than three times as long beside one that floods a small engine.
+"""
+
+MAX_CREDIT = 4000.0
 """Weighted tokens. Two adapters that wait can be so far apart, and no further."""
+
+_MEMORY = 64
+"""Requests: about so many make up their mean size."""
 
 _MIN_ACCOUNTS = 1024
 """Fewer are not worth a look for those that can be forgotten."""
@@ -44,7 +53,9 @@ class WaitingQueue:
     def __init__(self, is_fair: bool) -> None:
         self._input_weight = INPUT_WEIGHT if is_fair else 0.0
         self._output_weight = OUTPUT_WEIGHT if is_fair else 0.0
-        self._credit = RUNNING_CREDIT if is_fair else 0.0
+        self._is_fair = is_fair
+        self._credit = MAX_CREDIT if is_fair else 0.0
+        self._mean_size, self._num_sizes = MAX_CREDIT / TURN, 0  # of requests, in weighted tokens
         # requests by namespace; one more of the base model, whose weights are always read
         self._running = Counter({"": 1})
         self._accounts: dict[str, _Account] = {}  # by namespace
@@ -109,6 +120,10 @@ class WaitingQueue:
 
     def stop(self, seq: Sequence) -> None:
         """It runs no more: it has ended, or waits again."""
+        num_inputs = len(seq.prompt_token_ids) - (seq.num_cached or 0)
+        size = INPUT_WEIGHT * num_inputs + OUTPUT_WEIGHT * seq.num_outputs
+        self._num_sizes = min(self._num_sizes + 1, _MEMORY)
+        self._mean_size += (size - self._mean_size) / self._num_sizes
         self._running[seq.namespace] -= 1
         if not self._running[seq.namespace]:
             del self._running[seq.namespace]
@@ -122,6 +137,7 @@ class WaitingQueue:
 
         In between the caller may remove the one it got, charge, and set more aside, but not add any.
         """
+        self._adapt_credit()
         self._mend_top()
         heap = self._heap.copy()
         num_passed: dict[str, int] = {}  # requests of an account that were looked at, and wait on
@@ -159,8 +175,17 @@ class WaitingQueue:
         entry = (self._rank(namespace, account), account.waiting[0].arrival, namespace)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 64 + 2 * len(self._waiting):
-            self._heap = [(self._rank(n, a), a.waiting[0].arrival, n) for n, a in self._waiting.items()]
-            heapq.heapify(self._heap)
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._heap = [(self._rank(n, a), a.waiting[0].arrival, n) for n, a in self._waiting.items()]
+        heapq.heapify(self._heap)
+
+    def _adapt_credit(self) -> None:
+        credit = min(MAX_CREDIT, TURN * self._mean_size)
+        if self._is_fair and abs(credit - self._credit) > self._credit / 4:  # all ranks change with it
+            self._credit = credit
+            self._rebuild()
 
     def _account(self, namespace: str) -> _Account:
         account = self._accounts.get(namespace)

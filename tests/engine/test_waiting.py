@@ -14,16 +14,23 @@ from engine.waiting import INPUT_WEIGHT, OUTPUT_WEIGHT, WaitingQueue
 from tests.engine.simulation import Simulation
 
 CREDIT = 10.0
+MAX_CREDIT, TURN = waiting.MAX_CREDIT, waiting.TURN  # tests change them
 
 
 def sequence(arrival: int, digest: str | None = None) -> Sequence:
     return Sequence(f"r{arrival}", arrival, (1, 2, 3), max_tokens=4, digest=digest)
 
 
+def fix_credit(monkeypatch: pytest.MonkeyPatch, credit: float) -> None:
+    """However large requests are."""
+    monkeypatch.setattr(waiting, "MAX_CREDIT", credit)
+    monkeypatch.setattr(waiting, "TURN", 1e9)
+
+
 @pytest.fixture(autouse=True)
 def small_credit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request or two of those here."""
-    monkeypatch.setattr(waiting, "RUNNING_CREDIT", CREDIT)
+    fix_credit(monkeypatch, CREDIT)
 
 
 @dataclass
@@ -200,12 +207,13 @@ def steps_to_first_token(noise: int, num_steps: int = 600) -> list[float]:
     return sorted(waited)
 
 
-@pytest.mark.parametrize("num_requests", [1, 5])
+@pytest.mark.parametrize("max_credit", [56.0, MAX_CREDIT])  # a request, and far more than a turn
 def test_a_tenant_at_its_share_waits_three_times_as_long_at_most_beside_one_at_ten_times(
-    num_requests: int, monkeypatch: pytest.MonkeyPatch
+    max_credit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FR-32: at the 99th percentile, with turns of so many requests; the noisy one's queue only grows."""
-    monkeypatch.setattr(waiting, "RUNNING_CREDIT", num_requests * (24 * INPUT_WEIGHT + 8 * OUTPUT_WEIGHT))
+    """FR-32: at the 99th percentile; the noisy one's queue only grows."""
+    monkeypatch.setattr(waiting, "MAX_CREDIT", max_credit)
+    monkeypatch.setattr(waiting, "TURN", TURN)
     p99 = [waited[int(0.99 * (len(waited) - 1))] for waited in map(steps_to_first_token, (0, 10))]
     assert 1.0 < p99[0] < p99[1] <= 3 * p99[0]
 
@@ -248,7 +256,7 @@ def test_adapters_take_turns_of_a_few_requests(
     credit: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer adapters in a batch; after a while all have been given the same."""
-    monkeypatch.setattr(waiting, "RUNNING_CREDIT", credit)
+    fix_credit(monkeypatch, credit)
     simulation = Simulation(num_pages=200, num_slots=10, max_num_seqs=4, fair=True)
     for i in range(1000):
         # of different lengths, so that they do not all end in the same step
