@@ -47,6 +47,16 @@ def test_requests_side_by_side_share_the_pages_of_one_prompt() -> None:
     simulation.check_ends()
 
 
+def test_pages_that_are_found_are_not_taken_once_more() -> None:
+    simulation = Simulation(num_pages=4)
+    for name in "ab":  # 3 pages each, 2 of which are the same
+        simulation.submit(name, tuple(range(9)), max_tokens=3)
+        simulation.step()
+    assert simulation.running() == {"a", "b"}
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
 def test_the_same_tokens_under_another_digest_never_match() -> None:
     """FR-22: KV of the weights before a reload is not found; after a reload of the same bytes it is."""
     simulation = Simulation(num_pages=40, num_slots=4)

@@ -49,6 +49,15 @@ def test_a_request_starts_when_its_weights_have_arrived_and_the_others_run_on() 
     simulation.check_ends()
 
 
+def test_no_copy_begins_behind_a_long_one_while_others_run() -> None:
+    simulation = Simulation(num_pages=40, page_copy_s=0.6)
+    simulation.submit("warm", 2, max_tokens=9)
+    simulation.step()
+    for name in "ab":
+        simulation.submit(name, 2, digest=name, adapter_pages=2)
+    assert [[load.digest for load in plan.loads] for plan in simulation.steps(3)] == [["a"], [], ["b"]]
+
+
 def test_where_nobody_runs_the_step_itself_waits() -> None:
     simulation = Simulation(num_pages=40, page_copy_s=0.6)
     simulation.submit("cold", 2, digest="a", adapter_pages=2)
@@ -75,6 +84,33 @@ def test_an_adapter_on_its_way_is_not_evicted_for_a_younger_request() -> None:
         for chunk in simulation.step().chunks:
             starts.setdefault(chunk.request_id, step)
     assert sorted("abc", key=lambda name: starts[name]) == ["a", "b", "c"]
+    simulation.run_to_end()
+    simulation.check_ends()
+
+
+def test_an_adapter_on_its_way_keeps_its_slot_where_a_copy_for_another_could_begin() -> None:
+    simulation = Simulation(num_pages=40, num_slots=1, page_copy_s=MOST_BACKLOG_S / 4)
+    simulation.submit("warm", 2, max_tokens=20)
+    simulation.step()
+    for name in "ab":
+        simulation.submit(name, 2, digest=name, adapter_pages=2)
+    assert [load.digest for load in simulation.scheduler.schedule(now=2.0).loads] == ["a"]
+    plan = simulation.scheduler.schedule(now=2.001)
+    assert (plan.loads, plan.evictions) == ((), ())
+
+
+def test_a_copy_that_waits_for_the_step_in_flight_holds_up_no_later_one() -> None:
+    simulation = Simulation(num_pages=8, num_slots=1, max_in_flight=2, prefix_cache=False, page_copy_s=1e-3)
+    simulation.submit("first", 20, max_tokens=1, digest="a", adapter_pages=2)
+    simulation.steps(2)
+    simulation.submit("second", 2, max_tokens=1, digest="b", adapter_pages=2)
+    (load,) = simulation.step().loads
+    assert load.after_steps
+    simulation.run_to_end()
+    simulation.submit("warm", 2, max_tokens=6)
+    simulation.step()
+    simulation.submit("third", 2, digest="c", adapter_pages=2)
+    assert any(len(plan.chunks) == 2 for plan in simulation.steps(3))
     simulation.run_to_end()
     simulation.check_ends()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.memory import EvictionCause
+from engine.eviction import EvictionOrder
+from engine.memory import EvictionCause, PoolMemory
 from engine.prefetch import HINT_S, Reason
 from engine.request import AdapterRef
 from tests.engine.fakes import Harness, image
@@ -94,6 +95,21 @@ def test_after_a_burst_an_adapter_comes_back_in_place_of_prefixes_that_are_worth
     # what has never been asked for is worth less than they are
     in_host(simulation, b=8)
     assert copied(simulation, 2) == []
+
+
+def test_a_guess_takes_the_place_of_prefixes_and_of_no_adapter_that_is_worth_less_than_they_are() -> None:
+    memory = PoolMemory(8, PAGE_TOKENS, 3, EvictionOrder("lru"))
+    simulation = Simulation(num_pages=8, num_slots=3, memory=memory)
+    simulation.submit("old", 2, digest="old", adapter_pages=2)
+    simulation.run_to_end()
+    simulation.submit("base", 5 * PAGE_TOKENS)
+    simulation.run_to_end()
+    assert (memory.pool.num_free, memory.prefix.num_pages) == (1, 5)
+    memory.order.used("hot", simulation.now + 1.0)
+    in_host(simulation, hot=2)
+    assert copied(simulation, 1) == ["hot"]
+    assert simulation.resident() == {"old", "hot"}
+    assert memory.prefix.num_pages == 4
 
 
 def test_pages_for_the_growth_of_running_requests_stay_free() -> None:
