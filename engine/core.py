@@ -196,8 +196,7 @@ class EngineCore:
             self.stats.steps += 1
             slots = {chunk.adapter_slot for chunk in plan.chunks}
             self.stats.step_adapters.observe(len(slots - {-1}))
-        if self.scheduler.waiting:
-            self._deadlines.served(plan.num_tokens, len(sampling), now)
+        self._deadlines.served(plan.num_tokens, len(sampling), now, bool(self.scheduler.waiting))
         self.is_stalled = not plan.chunks and len(self._in_flight) == 1
         if plan.loads or plan.evictions:
             self._adapters.settle()
@@ -280,6 +279,7 @@ class EngineCore:
             num_adapter_pages=num_adapter_pages,
         )
         self.scheduler.add(seq)
+        self._deadlines.queued(seq)
         record.seq = seq
         assert params.seed is not None, "the caller draws one, so that choices and retries differ"
         self._runner.start(request.request_id, params, params.seed, request.prompt_token_ids)

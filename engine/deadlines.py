@@ -24,6 +24,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._deadlines: dict[str, float] = {}  # by request
         self._heap: list[tuple[float, str]] = []  # of these, and of some that were forgotten
+        self._ahead: defaultdict[str, float] | None = None  # work in the queue, as the last step left it
         self._work = 0.0  # weighted tokens, fading
         self._seconds = 0.0
         self._last: float | None = None
@@ -50,8 +51,16 @@ class Deadlines:
                 passed.append(request_id)
         return passed
 
-    def served(self, num_inputs: int, num_outputs: int, now: float) -> None:
-        """A step was planned."""
+    def queued(self, seq: Sequence) -> None:
+        """Another request waits."""
+        if self._ahead is not None:
+            self._ahead[seq.namespace] += self._work_of(seq)
+
+    def served(self, num_inputs: int, num_outputs: int, now: float, is_queued: bool = True) -> None:
+        """A step was planned. `is_queued`: requests wait, so that it tells of the rate."""
+        self._ahead = None
+        if not is_queued:
+            return
         pause = 0.0 if self._last is None else now - self._last
         self._last = now
         if pause <= _LONGEST_STEP_S:
@@ -66,14 +75,19 @@ class Deadlines:
         self._mean_outputs += (num_outputs - self._mean_outputs) / _OUTPUTS_REMEMBERED
 
     def expected_wait_s(self, namespace: str, num_inputs: int, waiting: Iterable[Sequence]) -> float:
-        """Of a new request, until it starts and its prompt is computed; 0 while nothing is known."""
-        ahead: defaultdict[str, float] = defaultdict(float)
-        for seq in waiting:
-            ahead[seq.namespace] += self._work_of(seq)
-        if not ahead or not self._work:
+        """Of a new request, until it starts and its prompt is computed; 0 while nothing is known.
+
+        `waiting` is looked at once a step: with a long queue that takes about a millisecond.
+        """
+        if self._ahead is None:
+            self._ahead = defaultdict(float)
+            for seq in waiting:
+                self.queued(seq)
+        if not self._ahead or not self._work:
             return 0.0
-        own = ahead.pop(namespace, 0.0) + INPUT_WEIGHT * num_inputs
-        total = own + sum(min(work, own) for work in ahead.values())
+        queued = self._ahead.get(namespace, 0.0)
+        own = queued + INPUT_WEIGHT * num_inputs
+        total = own + sum(min(work, own) for work in self._ahead.values()) - queued
         return total * self._seconds / self._work
 
     def check(self, namespace: str, num_inputs: int, timeout_s: float, waiting: Iterable[Sequence]) -> None:

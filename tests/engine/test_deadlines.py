@@ -29,44 +29,64 @@ def busy(deadlines: Deadlines, work_a_second: float) -> None:
         deadlines.served(int(work_a_second / INPUT_WEIGHT / 10), 0, i * 0.1)
 
 
+def expected_wait_s(deadlines: Deadlines, namespace: str, waiting: list[Sequence]) -> float:
+    """Of a request of 10 prompt tokens that comes after a step."""
+    deadlines.served(0, 0, 0.0, is_queued=False)
+    return deadlines.expected_wait_s(namespace, 10, waiting)
+
+
 def test_the_wait_is_the_work_ahead_at_the_rate_of_late() -> None:
     deadlines = Deadlines()
     busy(deadlines, WORK)
     expected = 3 + 10 * INPUT_WEIGHT / WORK  # those before it, then its own prompt
-    assert deadlines.expected_wait_s("a", 10, queue(a=3)) == pytest.approx(expected, rel=0.02)
+    assert expected_wait_s(deadlines, "a", queue(a=3)) == pytest.approx(expected, rel=0.02)
 
 
 def test_of_a_long_queue_of_others_only_the_fair_share_counts() -> None:
     deadlines = Deadlines()
     busy(deadlines, WORK)
-    alone = deadlines.expected_wait_s("calm", 10, queue(noisy=1, calm=1))
-    assert deadlines.expected_wait_s("calm", 10, queue(noisy=1000, calm=1)) < 1.5 * alone
-    assert deadlines.expected_wait_s("noisy", 10, queue(noisy=1000, calm=1)) > 900
+    alone = expected_wait_s(deadlines, "calm", queue(noisy=1, calm=1))
+    assert expected_wait_s(deadlines, "calm", queue(noisy=1000, calm=1)) < 1.5 * alone
+    assert expected_wait_s(deadlines, "noisy", queue(noisy=1000, calm=1)) > 900
 
 
 def test_without_a_queue_or_without_experience_nobody_is_refused() -> None:
     deadlines = Deadlines()
-    assert deadlines.expected_wait_s("a", 10, queue(a=100)) == 0.0
+    assert expected_wait_s(deadlines, "a", queue(a=100)) == 0.0
     busy(deadlines, WORK)
+    assert expected_wait_s(deadlines, "a", []) == 0.0
+
+
+def test_the_queue_is_looked_at_once_a_step_and_who_comes_meanwhile_is_counted() -> None:
+    deadlines = Deadlines()
+    busy(deadlines, WORK)
+    three, four = queue(a=3), queue(a=4)
+    before = deadlines.expected_wait_s("a", 10, three)
+    deadlines.queued(four[3])
+    after = deadlines.expected_wait_s("a", 10, iter(()))
+    assert after == pytest.approx(before + 1, rel=0.02)
+    deadlines.served(0, 0, 10.0, is_queued=False)
+    assert deadlines.expected_wait_s("a", 10, four) == after
+    deadlines.served(0, 0, 10.0, is_queued=False)
     assert deadlines.expected_wait_s("a", 10, []) == 0.0
 
 
 def test_outputs_are_expected_to_be_as_long_as_those_before() -> None:
     deadlines = Deadlines()
     busy(deadlines, WORK)
-    longest = deadlines.expected_wait_s("a", 10, queue(a=9))
+    longest = expected_wait_s(deadlines, "a", queue(a=9))
     for _ in range(100):
         deadlines.ended(1)
     shorter = (10 * INPUT_WEIGHT + OUTPUT_WEIGHT) / WORK
-    assert deadlines.expected_wait_s("a", 10, queue(a=9)) == pytest.approx(longest * shorter, rel=0.1)
+    assert expected_wait_s(deadlines, "a", queue(a=9)) == pytest.approx(longest * shorter, rel=0.1)
 
 
 def test_pauses_do_not_slow_the_rate() -> None:
     deadlines = Deadlines()
     busy(deadlines, WORK)
-    before = deadlines.expected_wait_s("a", 10, queue(a=3))
+    before = expected_wait_s(deadlines, "a", queue(a=3))
     deadlines.served(1, 0, 1000.0)
-    assert deadlines.expected_wait_s("a", 10, queue(a=3)) == before
+    assert expected_wait_s(deadlines, "a", queue(a=3)) == before
 
 
 def test_those_that_ended_long_before_their_deadline_are_not_kept() -> None:
