@@ -187,6 +187,8 @@ class Simulation:
         plan = self.scheduler.schedule(self.now, loadable)
         self.scheduler.check_invariants()
         assert len({c.request_id for c in plan.chunks}) == len(plan.chunks)
+        assert all(chunk.token_ids for chunk in plan.chunks)
+        assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
         self.runner.execute(plan, self.clients)
         self.in_flight.append(plan)
         during()
