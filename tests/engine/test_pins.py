@@ -75,6 +75,19 @@ def test_pinning_is_refused_where_no_slot_or_too_few_pages_would_be_left() -> No
     assert pin(harness, "a") == {}
 
 
+def test_what_a_request_that_is_here_needs_counts_its_adapter_unless_that_is_the_pinned_one() -> None:
+    harness = Harness(num_pages=20, max_adapters=4)
+    use(harness, "a", 1, num_pages=10)
+    use(harness, "b", 2, num_pages=8)
+    harness.add("of another", REFS["b"], length=8, max_tokens=4)  # 3 pages and those of b
+    assert isinstance(pin(harness, "a"), Conflict)
+    harness.core.abort("of another")
+    harness.add("its own", REFS["a"], length=36, max_tokens=4)  # 10 pages
+    assert pin(harness, "a") == {}
+    harness.run()
+    assert harness.ends["its own"].finish_reason == "length"
+
+
 def test_capacity_is_net_of_pinned_adapters() -> None:
     """FR-36"""
     harness = Harness(num_pages=20)
