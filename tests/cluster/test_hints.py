@@ -166,6 +166,8 @@ def test_what_was_hinted_is_in_the_pool_as_soon_as_there_is_time(fleet: Fleet) -
             waiting.cancel()
         await until(lambda: fleet.is_in("hbm", "gives-up"))
         assert await fleet.num_hinted() == before + 1
+        await until(fleet.is_idle)
+        await asyncio.sleep(1.0)  # and routers have heard so
         assert await fleet.ask("gives-up") == 4
         await until(fleet.is_idle)
         assert await fleet.lookups("gives-up") == {"hbm": 1, "host": 0, "source": 0}
