@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from engine.admission import Admission, Lack
 from engine.errors import RequestTooLarge
 from engine.memory import EvictionCause, PoolMemory
 from engine.plan import PENDING, StepPlan
@@ -415,24 +416,42 @@ def test_a_request_that_is_aborted_while_its_step_runs_returns_everything() -> N
 # --- a long queue
 
 
-class CountingMemory(PoolMemory):
-    num_asked = 0
-
-    def can_take(self, *args: object, **kwargs: object) -> bool:
-        self.num_asked += 1
-        return super().can_take(*args, **kwargs)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("digest", "most"), [(None, MAX_LACKING), ("B", 0)])
-def test_a_long_queue_of_blocked_requests_costs_few_looks(digest: str | None, most: int) -> None:
+@pytest.mark.parametrize(
+    ("digests", "most"),
+    [
+        ([None], MAX_LACKING),  # pages
+        (["B"], 1),  # a slot
+        ([f"B{i}" for i in range(1000)], MAX_LACKING),  # as many slots
+    ],
+)
+def test_a_long_queue_of_blocked_requests_costs_few_looks(
+    digests: list[str | None], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step must stay short with 1000 waiting requests, whatever they lack."""
-    memory = CountingMemory(num_pages=20, page_tokens=4, num_slots=1)
-    simulation = Simulation(20, num_slots=1, memory=memory)
+    tried: list[str] = []
+    start = Admission.start
+
+    def count(admission: Admission, seq: Sequence, num_spare_pages: int) -> Lack | None:
+        tried.append(seq.request_id)
+        return start(admission, seq, num_spare_pages)
+
+    simulation = Simulation(20, num_slots=1)
     simulation.submit("runs", 40, max_tokens=30, digest="A")
     simulation.step()
     for i in range(1000):
-        simulation.submit(f"{i}", 40, digest=None if digest is None else f"{digest}{i}")
-    memory.num_asked = 0
+        simulation.submit(f"{i}", 40, digest=digests[i % len(digests)])
+    monkeypatch.setattr(Admission, "start", count)
     plan = simulation.step()
     assert sizes(plan) == {"runs": 1}
-    assert memory.num_asked <= most
+    assert 1 <= len(tried) <= most
+
+
+def test_who_needs_no_slot_starts_behind_many_that_lack_one() -> None:
+    simulation = Simulation(100, num_slots=1)
+    simulation.submit("runs", 4, max_tokens=30, digest="A")
+    simulation.step()
+    for i in range(2 * MAX_LACKING):
+        simulation.submit(f"{i}", 4, digest=f"B{i}")
+    for name, digest in (("same", "A"), ("base", None)):
+        simulation.submit(name, 4, digest=digest)
+    assert simulation.step().admitted == ("same", "base")
