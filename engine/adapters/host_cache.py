@@ -98,5 +98,6 @@ class HostCache:
         assert self.used_bytes == sum(self._sizes.values())
         assert self.used_bytes <= self.capacity_bytes
         assert self._sizes.keys() == self._used.keys() == self._places.keys()
+        assert all(self._heap[(i - 1) // 2] <= place for i, place in enumerate(self._heap) if i)
         in_heap = {id(place) for place in self._heap}
         assert all(id(place) in in_heap for place in self._places.values())

@@ -75,7 +75,8 @@ def test_outputs_are_expected_to_be_as_long_as_those_before() -> None:
     deadlines = Deadlines()
     busy(deadlines, WORK)
     longest = expected_wait_s(deadlines, "a", queue(a=9))
-    for _ in range(100):
+    deadlines.ended(9)
+    for _ in range(200):
         deadlines.ended(1)
     shorter = (10 * INPUT_WEIGHT + OUTPUT_WEIGHT) / WORK
     assert expected_wait_s(deadlines, "a", queue(a=9)) == pytest.approx(longest * shorter, rel=0.1)
@@ -89,14 +90,25 @@ def test_pauses_do_not_slow_the_rate() -> None:
     assert expected_wait_s(deadlines, "a", queue(a=3)) == before
 
 
+def test_what_a_preempted_request_has_sampled_already_is_not_expected_again() -> None:
+    deadlines = Deadlines()
+    busy(deadlines, WORK)
+    (seq,) = queue(a=1)
+    for _ in range(4):
+        seq.append(7)
+    left = (14 * INPUT_WEIGHT + OUTPUT_WEIGHT + 10 * INPUT_WEIGHT) / WORK
+    assert expected_wait_s(deadlines, "a", [seq]) == pytest.approx(left, rel=0.02)
+
+
 def test_those_that_ended_long_before_their_deadline_are_not_kept() -> None:
     deadlines = Deadlines()
-    deadlines.add("lasts", 1e9)
+    for i in range(10, 0, -1):
+        deadlines.add(f"lasts {i}", 1e9 + i)
     for i in range(1000):
-        deadlines.add(f"{i}", 1e9 - i)
+        deadlines.add(f"{i}", 2e9 + i)
         deadlines.forget(f"{i}")
     assert len(deadlines._heap) < 100
-    assert deadlines.take_passed(1e9) == ["lasts"]
+    assert [deadlines.take_passed(1e9 + i) for i in range(1, 11)] == [[f"lasts {i}"] for i in range(1, 11)]
 
 
 def test_deadlines_pass_in_their_order_and_once() -> None:

@@ -135,6 +135,20 @@ def test_images_that_come_and_go_leave_nothing() -> None:
     assert cache.put("large", 30, set()) == ("stays",)
 
 
+def test_the_order_outlives_images_that_come_and_go() -> None:
+    worth = {"a": 3.0, "b": 2.0, "c": 1.0}
+    cache = HostCache(4, lambda digest: worth.get(digest, 9.0))
+    for digest in "abc":
+        cache.put(digest, 1, set())
+    assert cache.put("large", 2, set("abc")) is None  # all have been looked at
+    for i in range(200):
+        cache.put(f"{i}", 1, set())
+        cache.check_invariants()
+        cache.remove(f"{i}")
+    cache.put("last", 1, set())
+    assert cache.put("large", 2, set()) == ("c", "b")
+
+
 def test_of_equal_worth_the_least_recently_used_goes_first() -> None:
     cache = HostCache(30, lambda digest: 0.0)
     for digest in "abc":
