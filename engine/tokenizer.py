@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from transformers import AutoTokenizer
 
 from engine.model.remote import fetch_small_files, is_remote
 
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # its names before and since transformers 5
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -31,7 +32,7 @@ class Tokenizer:
     @classmethod
     def from_pretrained(cls, model: str) -> Tokenizer:
         """`model`: directory, hub id or s3://bucket/prefix."""
-        return cls(AutoTokenizer.from_pretrained(fetch_small_files(model) if is_remote(model) else model))
+        return cls(_load(fetch_small_files(model) if is_remote(model) else Path(model)))
 
     @property
     def vocab_size(self) -> int:
@@ -80,6 +81,23 @@ class Tokenizer:
         if self._decoders & {"Metaspace", "Replace"}:
             token = token.replace("\u2581", " ")
         return token.encode()
+
+
+def _load(model: Path) -> Any:
+    """What AutoTokenizer gives. To find out the class it imports PyTorch: 250 MB and seconds in each process.
+
+    So it is not asked where the answer is known, which is for Llama 3 and all that transformers 5 has saved.
+    """
+    file = model / "tokenizer_config.json"
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
+    if is_plain and (model / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(model)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(model))
 
 
 def _decoder_types(fast: FastTokenizer) -> frozenset[str]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
 from engine.tokenizer import Tokenizer
 from tests.engine.tiny_tokenizer import LINES, byte_fallback_tokenizer, byte_level_tokenizer, wrap
+from tests.tiny import make_llama
 
 TEXTS = (
     *LINES,
@@ -106,6 +111,31 @@ def test_a_saved_tokenizer_loads_with_its_names_and_template(tmp_path: Path) -> 
     assert tokenizer.special_tokens_map == {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     assert tokenizer.eos_token_id == 1
     assert tokenizer.decode(tokenizer.encode(LINES[2])) == LINES[2]
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizerFast", None])
+def test_it_is_the_tokenizer_that_transformers_would_choose(tmp_path: Path, name: str | None) -> None:
+    byte_level_tokenizer()._hf.save_pretrained(tmp_path)
+    make_llama(tmp_path / "base")
+    (tmp_path / "base" / "config.json").rename(tmp_path / "config.json")  # they look for the kind of model
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    del config["tokenizer_class"]
+    file.write_text(json.dumps(config if name is None else config | {"tokenizer_class": name}))
+    ours, theirs = Tokenizer.from_pretrained(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours._hf) is type(theirs)
+    for line in LINES:
+        assert ours.encode(line) == theirs.encode(line)
+    assert ours.special_tokens_map == theirs.special_tokens_map
+
+
+def test_the_usual_kind_is_loaded_without_torch(tmp_path: Path) -> None:
+    byte_level_tokenizer()._hf.save_pretrained(tmp_path)
+    code = (
+        "import sys; from engine.tokenizer import Tokenizer; Tokenizer.from_pretrained(sys.argv[1]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
 def test_of_several_templates_the_default_is_taken() -> None:
