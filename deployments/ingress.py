@@ -17,6 +17,7 @@ from deployments.catalog_deployment import CatalogHandle
 from deployments.catalog_view import CatalogView
 from deployments.fleet_service import FleetService
 from engine.heap import keep_what_is_there
+from engine.tokenizer import Tokenizer
 from router.residency_router import BASE_ID
 
 
@@ -37,9 +38,6 @@ class IngressDeployment:
         self, settings: IngressSettings, engine: Any, catalog: Any
     ) -> None:
         """`engine`, `catalog`: deployment handles. Returns when an engine replica is ready."""
-        # transformers takes seconds to import, and the process that only binds this class needs it not
-        from engine.tokenizer import Tokenizer
-
         self._settings = settings
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, settings.model)
         facts = await engine.options(method_name="facts", multiplexed_model_id=BASE_ID).remote()

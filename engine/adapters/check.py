@@ -9,12 +9,11 @@ from engine.adapters.loading import load_image
 from engine.config import EngineConfig
 from engine.dtypes import served_dtype
 from engine.errors import LorafleetError
+from engine.model.spec import load_model_spec
 
 
 def check_adapter(config: EngineConfig, uri: str) -> dict[str, Any]:
     """The load report, or {"status": "refused", "error": ...}. Raises only for the base model."""
-    from engine.model.spec import load_model_spec
-
     shape = load_model_spec(config.model).shape
     page_elems = shape.page_elems(shape.fit_page_tokens(config.page_tokens))
     try:

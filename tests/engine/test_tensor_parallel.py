@@ -111,7 +111,7 @@ def collectives_a_layer(engine: Engine, name: str | None) -> tuple[float, float]
     """Of the base and of adapters, in every step of a request."""
     comm, stats = comm_of(engine), engine.core.stats
     steps, sums, exchanges = stats.steps, comm.num_reduced, comm.num_exchanged
-    engine.generate([prompt(0, 9)], GREEDY, [name])
+    engine.generate([prompt(0, 9)], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), [name])
     layers = 2 * (stats.steps - steps)
     return (comm.num_reduced - sums) / layers, (comm.num_exchanged - exchanges) / layers
 
