@@ -1,8 +1,8 @@
 """A bounded cache of adapters' files in a local directory, shared by all processes on the machine.
 
-    <root>/entries/<key>/    one version of one adapter: its files as they were read, and entry.json
-    <root>/tmp/<random>/     being written or removed
-    <root>/lock              held while room is made
+    <root>/entries/<key>/            one version of one adapter: its files as they were read, and entry.json
+    <root>/tmp/<random>[-<bytes>]/   being removed, or written with so many bytes reserved
+    <root>/lock                      held while room is made
 
 An entry appears by one rename, when it is whole and on disk, so nobody sees part of one, whenever a process
 ends. Whoever reads an entry or writes into tmp/ holds a lock on that directory, which the kernel frees when
@@ -71,9 +71,10 @@ class DiskCache:
             return True
         facts = json.dumps(_facts(listing, contents, digests), indent=1).encode()
         files = {**contents, _ENTRY_FILE: facts}
-        tmp = self._tmp / uuid.uuid4().hex
+        num_bytes = sum(_blocks(len(content)) for content in files.values())
+        tmp = self._tmp / f"{uuid.uuid4().hex}-{num_bytes}"
         with self._locked():
-            if not self._make_room(sum(_blocks(len(content)) for content in files.values())):
+            if not self._make_room(num_bytes):
                 return False
             tmp.mkdir(mode=0o700)
             fd = _lock_dir(tmp, fcntl.LOCK_EX)
@@ -100,7 +101,9 @@ class DiskCache:
     @property
     def used_bytes(self) -> int:
         """By all processes, what is being written included."""
-        return sum(_dir_bytes(path) for root in (self._entries, self._tmp) for path in _children(root))
+        # in this order: what is published meanwhile counts twice at worst
+        writing = sum(max(_reserved(path), _dir_bytes(path)) for path in _children(self._tmp))
+        return writing + sum(map(_dir_bytes, _children(self._entries)))
 
     def _path(self, uri: str, version: str) -> Path:
         return self._entries / hashlib.sha256(f"{uri}\n{version}".encode()).hexdigest()[:32]
@@ -277,6 +280,12 @@ def _children(path: Path) -> list[Path]:
 
 def _dir_bytes(path: Path) -> int:
     return sum(_blocks(_size_of(child)) for child in _children(path))
+
+
+def _reserved(path: Path) -> int:
+    """Bytes that this directory in tmp/ will have."""
+    num_bytes = path.name.partition("-")[2]
+    return int(num_bytes) if num_bytes.isdecimal() else 0
 
 
 def _size_of(path: Path) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from engine.adapters import disk_cache
 from engine.adapters.disk_cache import LOW_WATER, DiskCache
 from engine.adapters.files import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, SourceChanged, make_listing
 from tests.engine.adapters import disk_process
@@ -208,6 +209,48 @@ def test_a_volume_that_others_fill_takes_room_from_the_cache(
         DiskCache(str(tmp_path), 0)._evict(entry)
     assert not write(cache, 2), "nothing is left that could go"
     assert temporary(cache) == []
+
+
+def test_room_that_another_process_has_made_is_not_given_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = (DiskCache(str(tmp_path), 3 * ENTRY_BYTES) for _ in range(2))
+    assert write(cache, 2)
+    assert write(cache, 6)
+    used: list[int] = []
+    real_allocate = disk_cache._allocate
+
+    def allocate(path: Path, num_bytes: int) -> None:
+        """The other one makes room before this one has taken its own."""
+        monkeypatch.setattr(disk_cache, "_allocate", real_allocate)
+        assert write(other, 10)
+        used.append(other.used_bytes)
+        real_allocate(path, num_bytes)
+
+    monkeypatch.setattr(disk_cache, "_allocate", allocate)
+    assert write(cache, 14)
+    assert max(*used, cache.used_bytes) <= 3 * ENTRY_BYTES
+    assert read(cache, 10)
+    assert read(cache, 14)
+
+
+def test_what_is_published_while_bytes_are_counted_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = DiskCache(str(tmp_path), 1 << 30)
+    written = cache._tmp / "entry-4096"
+    written.mkdir()
+    (written / WEIGHTS_FILE).write_bytes(bytes(4096))
+    real_children = disk_cache._children
+
+    def children(path: Path) -> list[Path]:
+        found = real_children(path)
+        if written.exists():
+            written.rename(cache._entries / "entry")
+        return found
+
+    monkeypatch.setattr(disk_cache, "_children", children)
+    assert cache.used_bytes >= 4096
 
 
 def test_of_two_that_write_the_same_the_second_adds_nothing(
