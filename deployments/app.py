@@ -21,9 +21,8 @@ ENGINE = "engine"
 STATS_PERIOD_S = 0.2
 HEALTH_PERIOD_S = 2.0
 HEALTH_TIMEOUT_S = 10.0  # three in a row, and a replica that hangs is replaced
-CONTROL_CALLS = (
-    8  # short ones at once, to a replica; Serve lets them wait where it has no place for a request
-)
+# short ones at once, to a replica; Serve lets them wait where it has no place for a request
+CONTROL_CALLS = 8
 MANY = 4096  # concurrent requests of a deployment that only waits for others
 
 

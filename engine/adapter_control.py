@@ -250,12 +250,10 @@ class AdapterControl:
 
     def _name(self, name: str, digest: str) -> None:
         """It means this content from now on, which is here."""
-        before = self._manager.refs_of(name)
-        old = self._manager.rename(name, digest)
-        if old is not None:
-            for ref in before:
+        if self._manager.digest_of(name) not in (None, digest):
+            for ref in self._manager.refs_of(name):
                 self._moved.expect(ref, self._clock())
-            self._left(old)
+        self._left(self._manager.rename(name, digest))
         self._scheduler.keep(digest)
         if digest in self._manager:
             self._stats.adapter(name).rank = self._manager.image(digest).rank
