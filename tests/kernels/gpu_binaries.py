@@ -9,6 +9,7 @@ compiles for the GPU that it is told of, and nothing is launched.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -16,6 +17,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +36,7 @@ from engine.runner.step_inputs import Batch
 from engine.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from engine.sharding import Shard, shard_shape
 from engine.tensor_parallel.comm import ALONE, Comm, PeerSets
+from kernels.all_reduce.triton import all_reduce_add_rms_norm
 from kernels.peers.triton import split_symmetric, symmetric_bytes
 from kernels.sampling.triton import Logprobs
 from kernels.sgmv.lists import ListCounts
@@ -61,6 +64,7 @@ KINDS = [
 ]
 EAGER = 2000  # tokens of a step that is not captured
 SAMPLED = 64  # rows of logits
+LARGER_WORLDS = (4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,8 @@ def compile_steps(gpu: Gpu, worlds: Sequence[int]) -> list[Binary]:
             _take_eager_step(runner)
             listener.tokens = SAMPLED
             _sample(runner)
+            if listener.world > 1:
+                _sum_in_larger_groups(listener)
     return listener.binaries
 
 
@@ -185,16 +191,26 @@ def _runner(world: int) -> CudaRunner:
 
 
 def _comm(world: int, vocab_part: int) -> Comm:
-    def sets(max_rows: int, width: int, dtype: torch.dtype) -> PeerSets:
-        nbytes = symmetric_bytes(world, max_rows, width, dtype)
-        memory = [torch.empty(nbytes, dtype=torch.uint8, device="meta") for _ in range(world)]
-        return split_symmetric(memory, 0, max_rows, width, dtype)
-
     comm = MagicMock()
-    comm.peer_buffers = sets
+    comm.peer_buffers = partial(_peer_sets, world)
+    comm.column_buffers = lambda max_rows, dtype: _peer_sets(world, max_rows, vocab_part, dtype)
     comm.all_reduce = lambda x: x  # by NCCL, in large steps
-    comm.column_buffers = lambda max_rows, dtype: sets(max_rows, vocab_part, dtype)
     return comm
+
+
+def _peer_sets(world: int, max_rows: int, width: int, dtype: torch.dtype) -> PeerSets:
+    nbytes = symmetric_bytes(world, max_rows, width, dtype)
+    memory = [torch.empty(nbytes, dtype=torch.uint8, device="meta") for _ in range(world)]
+    return split_symmetric(memory, 0, max_rows, width, dtype)
+
+
+def _sum_in_larger_groups(listener: _Listener) -> None:
+    """No step of theirs: what differs is how many parts a program holds."""
+    for listener.world, width in itertools.product(LARGER_WORLDS, (SPEC.shape.hidden_size, 8192)):
+        rows = torch.empty(SAMPLED, width, dtype=torch.bfloat16, device="meta")
+        slots = torch.empty(SAMPLED, dtype=torch.int32, device="meta")
+        parts, deltas = _peer_sets(listener.world, SAMPLED, width, rows.dtype)
+        all_reduce_add_rms_norm(rows, rows, rows[0], 1e-5, parts, rows, slots, True, True, deltas)
 
 
 def _take_step(runner: CudaRunner, kind: _Kind) -> None:

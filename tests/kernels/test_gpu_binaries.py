@@ -14,7 +14,7 @@ import pytest
 import kernels
 from kernels.linear.tiles import FEW_ROWS, FEW_ROWS_BESIDE, MOST_TILE_ROWS
 from kernels.peers.triton import programs_per_multiprocessor
-from tests.kernels.gpu_binaries import Binary
+from tests.kernels.gpu_binaries import LARGER_WORLDS, Binary
 
 REGISTERS = 65536  # of a multiprocessor
 SHARED = 228 << 10
@@ -68,6 +68,7 @@ def test_programs_that_wait_for_other_ranks_all_run_at_once(binaries: list[Binar
     """Or a rank waits for what a program sends that waits itself for a place."""
     waiting = [b for b in binaries if b.kernel in ("_all_reduce_kernel", "_gather_columns_kernel")]
     assert {b.kernel for b in waiting} == {"_all_reduce_kernel", "_gather_columns_kernel"}
+    assert {b.world for b in waiting} == {2, *LARGER_WORLDS}
     for binary in waiting:
         num_elems = binary.constants["BLOCK"]
         if binary.kernel == "_all_reduce_kernel":
