@@ -153,9 +153,21 @@ class FleetService(Replicas):
             raise _no_replica() from error
         finally:
             if unfinished:
-                response.cancel()
+                _cancel(response)
         if unfinished:
             raise EngineDead("the replica's answer has no end", retry_after_s=RETRY_AFTER_S)
+
+
+def _cancel(response: Any) -> None:
+    """Serve's own does not reach a call that was sent in the very moment in which its caller left.
+
+    The replica would compute it to its end.
+    """
+    is_known = response._replica_result is not None
+    response.cancel()
+    sent = response._replica_result_future
+    if not is_known and sent.done() and not sent.cancelled() and sent.exception() is None:
+        sent.result().cancel()
 
 
 async def _result(sent: Any, timeout_s: float) -> Any:

@@ -22,7 +22,7 @@ from tests.tiny import make_adapter, make_parrot
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-NUM_STREAMS, NUM_ROUNDS, NUM_TOKENS = 300, 10, 2000
+NUM_STREAMS, NUM_ROUNDS, NUM_TOKENS = 300, 10, 8000
 SEATS, NUM_REPLICAS = 64, 2
 WITHIN_S = 2.0
 

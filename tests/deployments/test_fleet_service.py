@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.handle import DeploymentResponseGenerator
 
 from deployments.fleet_service import FleetService
 from deployments.wire import encode_deltas, encode_error
@@ -43,6 +44,8 @@ FIRST, LAST = encode_deltas([delta("a")]), encode_deltas([delta("b", "stop")])
 class Stream:
     def __init__(self, items: list[bytes | Exception]) -> None:
         self._items = items
+        self._replica_result = self  # as in Serve's responses
+        self._replica_result_future: asyncio.Future[Any] | None = None
         self.is_cancelled = False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -109,6 +112,27 @@ class Handle:
     def broadcast(self, *args: Any) -> Broadcast:
         self.broadcasts.append(args)
         return Broadcast(self.answers)
+
+
+def test_a_call_that_is_sent_as_its_caller_leaves_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Serve's own response: its `cancel` does not know yet where the call went."""
+
+    async def main() -> None:
+        sent = Stream([])
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        response = DeploymentResponseGenerator(future, None, False)
+        handle = Handle()
+        monkeypatch.setattr(handle, "remote", lambda *args, **kwargs: response)
+        stream = service(handle).generate(REQUEST)
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        future.set_result(sent)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert first.cancelled()
+        assert sent.is_cancelled
+
+    asyncio.run(main())
 
 
 @pytest.fixture
