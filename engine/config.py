@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from engine.eviction import Policy as EvictionPolicy
 
 GIB = 1 << 30
+MIN_TIMEOUT_S = 1.5  # an engine that has nothing to do looks around, and gives a sign of life, once a second
 DEFAULT_PARALLEL_LOADS = 4  # what routers, who do not know a replica's configuration, take it to be
 
 Device = Literal["cpu", "cuda"]
@@ -66,11 +67,13 @@ class EngineConfig:
         for name in (
             "page_tokens", "max_num_seqs", "max_num_batched_tokens", "max_queued_requests",
             "max_adapters", "max_rank", "host_cache_bytes", "max_parallel_loads", "load_timeout_s",
-            "disk_cache_bytes", "tensor_parallel_size", "typical_rank", "step_timeout_s",
-            "heartbeat_timeout_s",
+            "disk_cache_bytes", "tensor_parallel_size", "typical_rank",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("step_timeout_s", "heartbeat_timeout_s"):
+            if getattr(self, name) < MIN_TIMEOUT_S:
+                raise ValueError(f"{name} must be at least {MIN_TIMEOUT_S}, got {getattr(self, name)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

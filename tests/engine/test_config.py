@@ -42,6 +42,13 @@ def test_overtaking_may_be_forbidden(name: str) -> None:
     assert getattr(EngineConfig("model", **fields), name) == 0
 
 
+@pytest.mark.parametrize("name", ["step_timeout_s", "heartbeat_timeout_s"])
+def test_a_limit_that_an_idle_engine_would_pass_is_refused(name: str) -> None:
+    fields: dict[str, Any] = {name: 1.0}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1.5, got 1.0"):
+        EngineConfig("model", **fields)
+
+
 def test_an_engine_may_have_a_whole_gpu_but_no_more() -> None:
     assert EngineConfig("model", gpu_memory_fraction=1.0).gpu_memory_fraction == 1.0
     with pytest.raises(ValueError, match=r"gpu_memory_fraction must be above 0 and at most 1, got 1\.01"):
