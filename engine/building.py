@@ -152,9 +152,11 @@ def _plan_rank(config: EngineConfig, shard: Shard, rendezvous: str) -> _RankPlan
 
 
 def _check_device(config: EngineConfig) -> None:
-    if config.device == "cuda" and not torch.cuda.is_available():
+    if config.device != "cuda":
+        return
+    if not torch.cuda.is_available():
         raise InvalidRequest("this machine has no CUDA device", param="device")
-    if config.device == "cuda" and (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
+    if (capability := torch.cuda.get_device_capability()) < MIN_CAPABILITY:
         has, needs = (f"{major}.{minor}" for major, minor in (capability, MIN_CAPABILITY))
         raise InvalidRequest(f"the GPU has compute capability {has}, and {needs} is needed", param="device")
 

@@ -53,9 +53,8 @@ class WaitingQueue:
     def __init__(self, is_fair: bool) -> None:
         self._input_weight = INPUT_WEIGHT if is_fair else 0.0
         self._output_weight = OUTPUT_WEIGHT if is_fair else 0.0
-        self._is_fair = is_fair
         self._credit = MAX_CREDIT if is_fair else 0.0
-        self._mean_size, self._num_sizes = MAX_CREDIT / TURN, 0  # of requests, in weighted tokens
+        self._mean_size, self._num_sizes = self._credit / TURN, 0  # of requests, in weighted tokens
         # requests by namespace; one more of the base model, whose weights are always read
         self._running = Counter({"": 1})
         self._accounts: dict[str, _Account] = {}  # by namespace
@@ -121,7 +120,7 @@ class WaitingQueue:
     def stop(self, seq: Sequence) -> None:
         """It runs no more: it has ended, or waits again."""
         num_inputs = len(seq.prompt_token_ids) - (seq.num_cached or 0)
-        size = INPUT_WEIGHT * num_inputs + OUTPUT_WEIGHT * seq.num_outputs
+        size = self._input_weight * num_inputs + self._output_weight * seq.num_outputs
         self._num_sizes = min(self._num_sizes + 1, _MEMORY)
         self._mean_size += (size - self._mean_size) / self._num_sizes
         self._running[seq.namespace] -= 1
@@ -183,7 +182,7 @@ class WaitingQueue:
 
     def _adapt_credit(self) -> None:
         credit = min(MAX_CREDIT, TURN * self._mean_size)
-        if self._is_fair and abs(credit - self._credit) > self._credit / 4:  # all ranks change with it
+        if abs(credit - self._credit) > self._credit / 4:  # all ranks change with it
             self._credit = credit
             self._rebuild()
 

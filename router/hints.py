@@ -5,9 +5,9 @@ chooses now. Unless that one reports the adapter in HBM or on its way there, it 
 a placement, so that the request goes there when its turn comes, as all others for that adapter do.
 
 A replica believes a hint for HINT_S, and for so long that version is not looked at again. Then, if a request
-still waits and nobody has the adapter, the same replica is told once more. Nothing is told to one that has
-LOADS_OF_REPLICA to do, for requests that are there or by hints: it would do no more at once, and loads for
-requests far behind would push out what those in front need. Who would be refused does not wait, and a replica
+still waits and nobody has the adapter, the same replica is told once more. Nothing is told to one that has as
+many loads to do as engines do at once by default, for requests that are there or by hints: loads for requests
+far behind would push out what those in front need. Who would be refused does not wait, and a replica
 that is stopping is not in the table.
 """
 
@@ -21,7 +21,6 @@ from engine.prefetch import HINT_S
 from router.fleet_table import HBM, LOADING, Replica
 from router.policy import Choice, ResidencyPolicy, RouteRequest
 
-LOADS_OF_REPLICA = DEFAULT_PARALLEL_LOADS
 MAX_DECISIONS = 16  # in a look at who waits: 50 us each, a thousand replicas or one
 
 
@@ -55,7 +54,7 @@ class Hints:
     @property
     def num_ahead(self) -> int:
         """Adapters that are worth a look: those whose requests go next."""
-        return LOADS_OF_REPLICA * len(self._policy.table.replicas)
+        return DEFAULT_PARALLEL_LOADS * len(self._policy.table.replicas)
 
     def due(self, waiting: Iterable[Waiting], now: float) -> list[Hint]:
         """`waiting`: who goes next, in order."""
@@ -100,7 +99,7 @@ class Hints:
     def _tell(self, one: Waiting, replica_id: str, now: float) -> list[Hint]:
         table, adapter = self._policy.table, one.request.adapter
         assert adapter is not None
-        if self._num_loads(table[replica_id], now) >= LOADS_OF_REPLICA:
+        if self._num_loads(table[replica_id], now) >= DEFAULT_PARALLEL_LOADS:
             return []
         table.place(table[replica_id], adapter, now)
         self._looked(one, replica_id, now)

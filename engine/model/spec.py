@@ -160,7 +160,7 @@ def _number(config: dict[str, Any], field: str, prefix: str = "") -> float:
 def _rope_spec(config: dict[str, Any]) -> RopeSpec:
     """transformers 5 writes `rope_parameters`; before, there were `rope_theta` and `rope_scaling`."""
     outside = ("rope_theta", "partial_rotary_factor")
-    rope = {name: config[name] for name in outside if name in config}
+    rope = {name: config[name] for name in outside if config.get(name) is not None}
     rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InvalidRequest(

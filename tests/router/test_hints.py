@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import DEFAULT_PARALLEL_LOADS, EngineConfig
 from engine.prefetch import HINT_S
 from router.fleet_table import Report
-from router.hints import LOADS_OF_REPLICA, MAX_DECISIONS, Hint, Hints, Waiting
+from router.hints import MAX_DECISIONS, Hint, Hints, Waiting
 from router.policy import ResidencyPolicy, RouteRequest
 from tests.router.test_policy import SEATS, policy, report
 
@@ -117,23 +117,25 @@ def test_a_replica_is_told_of_so_many_at_most_and_of_more_when_they_are_there() 
     """Loads far ahead would push out what those in front need."""
     fleet = full_fleet(1)
     hints = Hints(fleet)
-    many = [waiting(f"a{i}") for i in range(3 * LOADS_OF_REPLICA)]
-    assert [hint.ref for hint in hints.due(many, 0.0)] == [one.ref for one in many[:LOADS_OF_REPLICA]]
+    many = [waiting(f"a{i}") for i in range(3 * DEFAULT_PARALLEL_LOADS)]
+    assert [hint.ref for hint in hints.due(many, 0.0)] == [one.ref for one in many[:DEFAULT_PARALLEL_LOADS]]
     assert hints.due(many, 1.0) == []
     fleet.table.tell("r0", report(load=FULL, host="a1"), 1.0)
-    assert told(hints.due(many, 1.1)) == [("r0", f"a{LOADS_OF_REPLICA}")]
+    assert told(hints.due(many, 1.1)) == [("r0", f"a{DEFAULT_PARALLEL_LOADS}")]
     fleet.table.tell("r0", report(load=FULL), 1.2)
-    left = many[LOADS_OF_REPLICA + 1 :]
-    assert [hint.ref for hint in hints.due(left, HINT_S)] == [one.ref for one in left[: LOADS_OF_REPLICA - 1]]
+    left = many[DEFAULT_PARALLEL_LOADS + 1 :]
+    assert [hint.ref for hint in hints.due(left, HINT_S)] == [
+        one.ref for one in left[: DEFAULT_PARALLEL_LOADS - 1]
+    ]
 
 
 def test_a_replica_is_taken_to_load_as_many_at_once_as_it_does_by_default() -> None:
-    assert EngineConfig(model="m").max_parallel_loads == LOADS_OF_REPLICA
+    assert EngineConfig(model="m").max_parallel_loads == DEFAULT_PARALLEL_LOADS
 
 
 def test_a_replica_that_loads_for_requests_of_its_own_is_told_nothing() -> None:
     fleet = full_fleet(1)
-    busy = replace(report(load=FULL), loading=frozenset(f"b{i}" for i in range(LOADS_OF_REPLICA)))
+    busy = replace(report(load=FULL), loading=frozenset(f"b{i}" for i in range(DEFAULT_PARALLEL_LOADS)))
     fleet.table.tell("r0", busy, 0.0)
     hints = Hints(fleet)
     assert hints.due([waiting("sql")], 0.0) == []
@@ -153,7 +155,7 @@ def test_a_look_at_who_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(fleet, "choose", choose)
     many = [waiting(f"a{i}") for i in range(2 * MAX_DECISIONS)]
-    assert hints.num_ahead == 100 * LOADS_OF_REPLICA
+    assert hints.num_ahead == 100 * DEFAULT_PARALLEL_LOADS
     hints.due(many, 0.0)
     assert len(asked) == MAX_DECISIONS
     hints.due(many, 0.05)  # the next look goes on where this one stopped

@@ -82,6 +82,7 @@ LLAMA3 = {
         {"rope_scaling": {k: v for k, v in LLAMA3.items() if not k.startswith("original")}},
         {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}},
+        {"partial_rotary_factor": None},
     ],
 )
 @pytest.mark.parametrize("absent", [(), tuple(_DEFAULTS), ("num_key_value_heads", "rope_theta")])
