@@ -86,7 +86,7 @@ class Tokenizer:
 def _load(model: Path) -> Any:
     """What AutoTokenizer gives. To find out the class it imports PyTorch: 250 MB and seconds in each process.
 
-    So it is not asked where the answer is known, which is for Llama 3 and all that transformers 5 has saved.
+    So it is not asked where the answer is known, as for Llama 3; Llama 2's has a class of its own.
     """
     file = model / "tokenizer_config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
