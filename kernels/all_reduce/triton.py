@@ -2,9 +2,9 @@
 
 Every rank writes its part of a row into all others' memory (kernels.peers), waits until theirs are in its
 own, and sums: one trip over the link, where a ring or a reduce-scatter takes several. The launch that made
-the part may have sent it already (kernels.linear); without a delta the sum then begins before that one has
-ended. From each rank N - 1 times the row crosses the link, so large inputs are NCCL's. A program takes rows
-in turn.
+the part may have sent it already (kernels.linear), and another one what adapters add to it (kernels.sgmv):
+then the sum begins before those have ended. From each rank N - 1 times the row crosses the link, so large
+inputs are NCCL's. A program takes rows in turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.peers.triton import PeerBuffers, most_programs, receive, send, wait_for_one
+from kernels.peers.triton import (
+    PeerBuffers,
+    has_empty,
+    make_empty,
+    most_programs,
+    receive,
+    send,
+    wait_for_one,
+)
 from kernels.rms_norm.triton import norm_row
 
 
@@ -35,10 +43,9 @@ def all_reduce_add_rms_norm(
     slots: both or neither. All ranks must call it as often and in the same order, sets in turn. Never ends if
     another rank does not call it.
     is_sent: y was, to all ranks, by the launch before this one: nothing is in the tensor. Ranks may differ in
-    that. delta_peers: delta, if any, was sent to the others, apart from y, on all ranks: of sets in turn as
-    `peers`' are.
-    pdl: as of rotary_kv_write. Rows that were sent, and have no delta, are summed as they come, before that
-    launch has ended.
+    that. delta_peers: delta, if any, is sent to all ranks, apart from y, on all ranks: of sets in turn as
+    `peers`' are. Nothing is in the tensor, and the launch that sends it may be on another stream.
+    pdl: as of rotary_kv_write. If all is sent, rows are summed as they come, before that launch has ended.
     """
     assert (delta is None) == (slots is None)
     assert not is_sent or delta is None or delta_peers is not None
@@ -53,7 +60,9 @@ def all_reduce_add_rms_norm(
         return out
     block = triton.next_power_of_2(width)
     world = len(peers.rows)
-    _all_reduce_kernel[(min(num_rows, most_programs(residual.device, world * block * y.itemsize)),)](
+    is_apart = delta is not None and delta_peers is not None
+    most = most_programs(residual.device, world * block * y.itemsize, leaves_room=is_apart)
+    _all_reduce_kernel[(min(num_rows, most),)](
         residual,
         y,
         delta,
@@ -71,7 +80,7 @@ def all_reduce_add_rms_norm(
         WORLD=world,
         HAS_DELTA=delta is not None,
         IS_SENT=is_sent,
-        DELTA_APART=delta is not None and delta_peers is not None,
+        DELTA_APART=is_apart,
         PDL=pdl,
         launch_pdl=pdl,
         BLOCK=block,
@@ -109,43 +118,45 @@ def _all_reduce_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    EARLY: tl.constexpr = IS_SENT and not HAS_DELTA
+    peer = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
+    comes = (peer < WORLD) & inside[None, :]
+    if not IS_SENT:
+        comes = comes & (peer != RANK)
+    EARLY: tl.constexpr = IS_SENT and (DELTA_APART or not HAS_DELTA)
     if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         at = row * width + columns
-        if HAS_DELTA:
-            has_delta = columns < tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
-            delta = tl.load(delta_ptr + at, mask=has_delta, other=0.0)
-        if EARLY:
-            wait_for_one(rows_ptrs[RANK] + (RANK * max_rows + row) * width)
-        if IS_SENT:
-            y = receive(rows_ptrs[RANK] + (RANK * max_rows + row) * width + columns, inside)
-        else:
-            y = tl.load(y_ptr + at, mask=inside, other=0.0)
-        own = _add(y, delta) if HAS_DELTA else y
-        if not IS_SENT:
-            part = y if DELTA_APART else own
-            send(part, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD)
-        # summed in float32, in order of rank
-        total = tl.zeros([BLOCK], tl.float32)
-        for peer in tl.static_range(WORLD):
-            if peer == RANK:
-                total += own.to(tl.float32)
-            else:
-                theirs = receive(rows_ptrs[RANK] + (peer * max_rows + row) * width + columns, inside)
-                if DELTA_APART:
-                    sent = delta_ptrs[RANK] + (peer * max_delta_rows + row) * width + columns
-                    theirs = _add(theirs, receive(sent, has_delta))
-                total += theirs.to(tl.float32)
-        if PDL and EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
         # past the L1 cache: EARLY has waited for nothing that would clear it
         values = tl.load(residual_ptr + at, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-        values = (values + total.to(own.dtype).to(tl.float32)).to(own.dtype).to(tl.float32)
-        tl.store(residual_ptr + at, values.to(own.dtype), mask=inside)
-        tl.store(out_ptr + at, norm_row(values, weight, width, eps, own.dtype), mask=inside)
+        if HAS_DELTA:
+            delta_width = tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
+        if EARLY:
+            wait_for_one(rows_ptrs[RANK] + (RANK * max_rows + row) * width)
+        if not IS_SENT:
+            own = tl.load(y_ptr + at, mask=inside, other=0.0)
+            if HAS_DELTA and not DELTA_APART:
+                own = _add(own, tl.load(delta_ptr + at, mask=columns < delta_width, other=0.0))
+            send(own, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD)
+        parts_ptr = rows_ptrs[RANK] + (peer * max_rows + row) * width + columns[None, :]
+        if DELTA_APART:
+            deltas_ptr = delta_ptrs[RANK] + (peer * max_delta_rows + row) * width + columns[None, :]
+            delta_comes = (peer < WORLD) & (columns < delta_width)[None, :]
+            parts, deltas = _receive_both(parts_ptr, comes, deltas_ptr, delta_comes)
+        else:
+            parts = receive(parts_ptr, comes)
+        if not IS_SENT:
+            parts = tl.where(peer == RANK, own[None, :], parts)
+        if DELTA_APART:
+            parts = _add(parts, deltas)
+        total = _sum_in_order(parts.to(tl.float32), peer, WORLD)
+        if PDL and EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        dtype: tl.constexpr = parts.dtype
+        values = (values + total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        tl.store(residual_ptr + at, values.to(dtype), mask=inside)
+        tl.store(out_ptr + at, norm_row(values, weight, width, eps, dtype), mask=inside)
     if PDL and EARLY:
         # the launch before has ended by now; who waits for this one must not be ahead of that one
         tl.extra.cuda.gdc_wait()
@@ -155,3 +166,32 @@ def _all_reduce_kernel(
 def _add(y: tl.tensor, delta: tl.tensor) -> tl.tensor:
     """Rounded to y's dtype."""
     return (y.to(tl.float32) + delta.to(tl.float32)).to(y.dtype)
+
+
+@triton.jit
+def _receive_both(
+    parts_ptr: tl.tensor,
+    comes: tl.tensor,
+    deltas_ptr: tl.tensor,
+    delta_comes: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """As `receive`, of two tensors at once: one after the other each would take a trip to the L2."""
+    parts = tl.load(parts_ptr, mask=comes, other=0.0, volatile=True)
+    deltas = tl.load(deltas_ptr, mask=delta_comes, other=0.0, volatile=True)
+    while has_empty(parts) | has_empty(deltas):
+        parts = tl.load(parts_ptr, mask=comes, other=0.0, volatile=True)
+        deltas = tl.load(deltas_ptr, mask=delta_comes, other=0.0, volatile=True)
+    make_empty(parts_ptr, comes)
+    make_empty(deltas_ptr, delta_comes)
+    return parts, deltas
+
+
+@triton.jit
+def _sum_in_order(parts: tl.tensor, peer: tl.tensor, WORLD: tl.constexpr) -> tl.tensor:
+    """parts [ranks, N] float32 -> [N], in order of rank."""
+    if WORLD == 2:
+        return tl.sum(parts, 0)
+    total = tl.zeros([parts.shape[1]], tl.float32)
+    for i in tl.static_range(WORLD):
+        total += tl.sum(tl.where(peer == i, parts, 0.0), 0)
+    return total

@@ -61,11 +61,16 @@ class SendArguments(NamedTuple):
 
 
 @functools.cache
-def most_programs(device: torch.device, num_bytes: int) -> int:
-    """That surely run at once, of those that hold so many bytes in registers."""
+def most_programs(device: torch.device, num_bytes: int, leaves_room: bool = False) -> int:
+    """That surely run at once, of those that hold so many bytes in registers.
+
+    leaves_room: multiprocessors for a launch of this rank that they wait for, which may come after them.
+    """
     if device.type != "cuda":
         return 1  # the interpreter runs one after another
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    if leaves_room:
+        return multiprocessors // 2
     return multiprocessors * programs_per_multiprocessor(num_bytes)
 
 
@@ -120,18 +125,29 @@ def send(
 
 @triton.jit
 def receive(theirs: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Elements [N] that a rank sends here, once all have come; EMPTY again behind that.
+    """Elements that ranks send here, once all have come; EMPTY again behind that.
 
     At least as many as threads: of threads that hold one element the last would find it taken, and wait.
     """
+    part = tl.load(theirs, mask=inside, other=0.0, volatile=True)
+    while has_empty(part):
+        part = tl.load(theirs, mask=inside, other=0.0, volatile=True)
+    make_empty(theirs, inside)
+    return part
+
+
+@triton.jit
+def has_empty(part: tl.tensor) -> tl.tensor:
+    """Whether one of the elements has not come."""
+    bits: tl.constexpr = tl.int32 if part.dtype.primitive_bitwidth == 32 else tl.int16
+    return tl.max((part.to(bits, bitcast=True) == -1).to(tl.int32)) != 0
+
+
+@triton.jit
+def make_empty(theirs: tl.tensor, inside: tl.tensor) -> None:
     dtype: tl.constexpr = theirs.dtype.element_ty
     bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
-    empty = tl.full(theirs.shape, -1, bits)
-    part = tl.load(theirs, mask=inside, other=0.0, volatile=True)
-    while tl.max((part.to(bits, bitcast=True) == empty).to(tl.int32), axis=0) != 0:
-        part = tl.load(theirs, mask=inside, other=0.0, volatile=True)
-    tl.store(theirs, empty.to(dtype, bitcast=True), mask=inside)
-    return part
+    tl.store(theirs, tl.full(theirs.shape, -1, bits).to(dtype, bitcast=True), mask=inside)
 
 
 @triton.jit

@@ -248,5 +248,7 @@ def _put(
     if ADD:
         delta += tl.load(out_ptr + at, mask=mask, other=0.0).to(tl.float32)
     rounded = delta.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, rounded, mask=mask)
-    send(rounded, sent_ptrs, to, mask, RANK, WORLD)
+    if WORLD == 1:
+        tl.store(out_ptr + at, rounded, mask=mask)
+    else:
+        send(rounded, sent_ptrs, to, mask, RANK, WORLD, TO_SELF=True)

@@ -136,7 +136,7 @@ def expand(
     without an adapter are never touched.
 
     `pdl`: in decode, behind a shrink with `pdl`, for which it waits.
-    `peers`: in decode, as wide as `out`, which each of them gets as well: rows that have an adapter.
+    `peers`: in decode, as wide as `out`; each of them, this rank too, gets what else would be in `out`.
     In prefill the sum of the planes passes through x's dtype, in two parts: in fp16 it must stay below 65504.
     """
     tile = plan.expand

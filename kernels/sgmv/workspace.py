@@ -23,7 +23,9 @@ from kernels.silu_mul.triton import silu_mul
 Y = TypeVar("Y")
 
 _ALIGN = 16  # elements; what the widths of the usual models allow
-_CTAS_PER_SM = 16  # of a captured launch at most: more are mostly idle, and not free
+# of a captured launch at most: each that has nothing to do takes a place from one that has
+_SHRINKS_PER_SM = 4
+_EXPANDS_PER_SM = 8
 
 
 class SgmvWorkspace:
@@ -75,7 +77,8 @@ class SgmvWorkspace:
         self._side = None  # interpreted kernels have no streams
         if device.type == "cuda":
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._max_ctas = _CTAS_PER_SM * _num_sms(device)
+        self._num_sms = _num_sms(device)
+        self._last_layer = table.ranks.shape[1] - 1
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +109,8 @@ class SgmvWorkspace:
         delta [tokens, columns] is valid until the next call and only in rows that have an adapter; the
         others may hold anything. pdl: as of rotary_kv_write, of the branch's launches.
         leaves_room: the GEMM, on each multiprocessor, for a CTA of the shrink.
-        peers: they get the delta as well, in rows that have an adapter.
+        peers: they get the delta instead, this rank too. Who receives it there waits for the branch by that,
+        so it is joined by a later call, in the last layer by this one.
         """
         assert self.plan.kind == "decode"
         delta = self._delta[: x.shape[0] * sum(module.widths)].view(x.shape[0], -1)
@@ -122,7 +126,8 @@ class SgmvWorkspace:
         with torch.cuda.stream(self._side):
             self._run(delta, x, module, layer, None, False, pdl and self._split is None, peers)
         y = gemm() if y is None else y
-        main.wait_stream(self._side)
+        if peers is None or layer == self._last_layer:
+            main.wait_stream(self._side)
         return y, delta
 
     def add(
@@ -204,7 +209,7 @@ class SgmvWorkspace:
             module,
             self._layer_module(module, layer),
             self._align,
-            self._num_ctas(blocks * plan.expand.num_units(module.widths)),
+            self._num_ctas(blocks * plan.expand.num_units(module.widths), _EXPANDS_PER_SM),
             add,
             pdl,
             peers,
@@ -234,7 +239,9 @@ class SgmvWorkspace:
             module,
             self._layer_module(module, layer),
             self._align,
-            self._num_ctas(items * plan.shrink.num_units(len(module.widths), module.in_features)),
+            self._num_ctas(
+                items * plan.shrink.num_units(len(module.widths), module.in_features), _SHRINKS_PER_SM
+            ),
             pdl,
         )
         if self._split is None:
@@ -245,9 +252,9 @@ class SgmvWorkspace:
         """The row of its first projection in the resolved tiles."""
         return layer * self._num_projections + module.projection
 
-    def _num_ctas(self, num_units: int) -> int:
+    def _num_ctas(self, num_units: int, per_sm: int) -> int:
         """Prefill has one for each unit."""
-        return num_units if self.plan.kind == "prefill" else min(num_units, self._max_ctas)
+        return num_units if self.plan.kind == "prefill" else min(num_units, per_sm * self._num_sms)
 
 
 def plane_shape(plan: SgmvPlan, module: FusedModule, split: Split | None) -> tuple[int, int, int]:

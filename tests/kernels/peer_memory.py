@@ -118,4 +118,4 @@ def _send_rows_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < tl.where(tl.load(slots_ptr + row) >= 0, width, 0)
     own = tl.load(own_ptr + row * width + columns, mask=inside, other=0.0)
-    send(own, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD)
+    send(own, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD, TO_SELF=True)

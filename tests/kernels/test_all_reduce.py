@@ -94,7 +94,7 @@ def check(call: Call, residual: torch.Tensor, out: torch.Tensor) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="in the interpreter")
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_in_processes_equal_the_reference(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, num_bytes: MOST_PROGRAMS)
+    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda *_, **__: MOST_PROGRAMS)
     sets, delta_sets = (shared_sets(world, MAX_ROWS, 200) for _ in range(2))
     arguments = (sets, delta_sets)
     start_processes(_run_rank, arguments, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def _run_rank(rank: int, sets: list[Sets], delta_sets: list[Sets]) -> None:
 def test_ranks_in_streams_equal_the_reference(
     world: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda device, num_bytes: MOST_PROGRAMS)
+    monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda *_, **__: MOST_PROGRAMS)
     sets, delta_sets = (shared_sets(world, MAX_ROWS, width, dtype) for _ in range(2))
     calls = make_calls(world, width, dtype, delta_sets)
     for warm, rank in itertools.product(calls[:3], range(world)):

@@ -235,11 +235,14 @@ def test_peers_get_the_delta_of_rows_that_have_an_adapter() -> None:
     for module in world.modules[1::2]:  # o and down
         x, y = world.inputs(module, len(has_adapter))
         sets = shared_sets(3, 11, y.shape[1])
-        _, delta = workspace.beside(x, module, LAYER, partial(y.clone), peers=sets[1][0])
-        for peer in (0, 2):
+        _, delta = workspace.beside(x, module, LAYER, partial(y.clone))
+        want = delta[has_adapter].clone()
+        world.write(workspace, segments)
+        workspace.beside(x, module, LAYER, partial(y.clone), peers=sets[1][0])
+        for peer in range(3):
             sent = sets[1][0].rows[peer][1, : len(x)]
-            assert torch.equal(sent[has_adapter], delta[has_adapter])
-            sent[has_adapter] = sets[1][0].rows[1][0, 0, 0]  # as who reads it
+            assert torch.equal(sent[has_adapter], want)
+            sent[has_adapter] = sets[0][0].rows[0][0, 0, 0]  # as who reads it
         assert are_empty(sets)
 
 
