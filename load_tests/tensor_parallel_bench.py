@@ -2,6 +2,7 @@
 
     python -m load_tests.tensor_parallel_bench --world 2 [--out load_tests/results]
         [--model 70b] [--only cases | shardings]
+    python -m load_tests.tensor_parallel_bench --loopback --only cases [--out load_tests/results]
 
 Model: Llama-3-8B shape, bf16, random weights, all-linear adapters, each rank with its part. Every rank runs
 the same engine over the same requests, so plans need not be sent (that takes rank 0 about 0.1 ms a step
@@ -14,6 +15,8 @@ beside its GPU). One GPU first, then the group, on one machine. Llama-3-70B shap
   replicate, full: tpot with 64 distinct adapters of one rank by lora_sharding, and LoRA's share of it, which
             is what it is above the tpot without adapters
   exchange  of what lies between A and B, fully sharded, 64 rows, from a graph of 64
+
+--loopback: on one GPU, in the place of a group of two (load_tests.loopback).
 
 Rows appear on stderr as they are measured.
 """
@@ -32,16 +35,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from engine.sharding import Shard
 from kernels.all_reduce.bench import measure as measure_sum
 from load_tests.engine_bench import CASES, Bench
+from load_tests.loopback import SHARD
 from load_tests.random_engine import SPEC, SPEC_70B
 from load_tests.tensor_parallel_rank import Model, Rank, Row, Rows, tpot_ms
 from load_tests.tensor_parallel_shardings import measure_shardings
 
 BATCHES = (1, 8, 64, 256)
 PARTS = ("cases", "shardings")
+LOOPED_BACK = ", by one that sends itself what they would send each other"
 
 MODELS = {
     "8b": Model(SPEC, 24_000, CASES, BATCHES, True, (((16, 64), 24_000), ((256,), 60_000))),
@@ -49,30 +55,33 @@ MODELS = {
 }
 
 
-def run_rank(model: Model, shard: Shard, rendezvous: str, parts: Sequence[str]) -> Rows:
+def run_rank(rank: Rank, parts: Sequence[str]) -> Rows:
     rows = Rows()
-    rank = Rank.start(model, shard, rendezvous)
+    if rank.shard.world > 1 and dist.is_initialized():
+        if "cases" in parts:
+            measure_sums(rows)
+        if "shardings" in parts:
+            measure_shardings(rank, rows)
     if "cases" in parts:
         measure_cases(rank, rows)
-    if shard.world > 1 and "shardings" in parts:
-        measure_shardings(rank, rows)
     return rows
 
 
+def measure_sums(rows: Rows) -> None:
+    for batch in BATCHES:
+        fused, nccl = measure_sum(batch)
+        rows.add("sum over ranks", f"{batch} rows", fused, "us")
+        rows.add("sum over ranks by NCCL", f"{batch} rows", nccl, "us")
+
+
 def measure_cases(rank: Rank, rows: Rows) -> None:
-    is_group = rank.shard.world > 1
-    if is_group:
-        for batch in BATCHES:
-            fused, nccl = measure_sum(batch)
-            rows.add("sum over ranks", f"{batch} rows", fused, "us")
-            rows.add("sum over ranks by NCCL", f"{batch} rows", nccl, "us")
     config = rank.config(max_num_seqs=256, max_rank=64)
     runner = rank.runner(config, rank.model.num_pages)
     for case in rank.model.cases:
         bench = rank.bench(runner, config, case, rank.model.num_pages)
         for batch in rank.model.batches:
             rows.add(case.name, f"tpot, batch {batch}", tpot_ms(bench, batch), "ms")
-        if is_group:
+        if rank.shard.world > 1:
             rows.add(case.name, "sums a step", _sums_a_step(bench), "")
     rank.wait_for_others()
 
@@ -92,12 +101,12 @@ def _sums_a_step(bench: Bench) -> float:
     return sums / num_steps
 
 
-def run_group(name: str, world: int, parts: Sequence[str]) -> list[Row]:
+def run_group(name: str, world: int, parts: Sequence[str], *options: str) -> list[Row]:
     """Each rank in a process of its own; rank 0's rows."""
     with tempfile.TemporaryDirectory() as directory:
         rows = Path(directory) / "rows.json"
         command = [sys.executable, "-m", "load_tests.tensor_parallel_bench"]
-        command += ["--model", name, "--only", *parts]
+        command += ["--model", name, *options, "--only", *parts]
         ranks = [
             subprocess.Popen(
                 [*command, "--world", str(world), "--rank", str(rank), "--directory", directory],
@@ -118,15 +127,22 @@ def run_group(name: str, world: int, parts: Sequence[str]) -> list[Row]:
 
 
 def report(
-    name: str, rows: list[Row], alone: list[Row], world: int, parts: Sequence[str], out: Path | None
+    name: str,
+    rows: list[Row],
+    alone: list[Row],
+    world: int,
+    loopback: bool,
+    parts: Sequence[str],
+    out: Path | None,
 ) -> None:
     one_gpu = {(row["case"], row["metric"]): row["value"] for row in alone}
     conditions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    command = f"python -m load_tests.tensor_parallel_bench --world {world} --model {name}"
+    how = "--loopback" if loopback else f"--world {world}"
+    command = f"python -m load_tests.tensor_parallel_bench {how} --model {name}"
     if parts != PARTS:
         command += f" --only {' '.join(parts)}"
     lines = [
-        f"# Llama-3-{name.upper()} shape, tensor parallel on {world} H200",
+        f"# Llama-3-{name.upper()} shape, tensor parallel on {world} H200{LOOPED_BACK if loopback else ''}",
         "",
         f"{conditions}. Written by",
         f"`{command}`, which says what is measured.",
@@ -143,7 +159,7 @@ def report(
     print("\n".join(lines), flush=True)
     if out is not None:
         named = ([] if name == "8b" else [name], [] if parts == PARTS else parts)
-        stem = "_".join([f"h200_tp{world}", *itertools.chain(*named)])
+        stem = "_".join([f"h200_tp{world}", *(["loopback"] if loopback else []), *itertools.chain(*named)])
         result = {"command": command, "conditions": conditions, "rows": rows}
         (out / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n")
         (out / f"{stem}.md").write_text("\n".join(lines) + "\n")
@@ -152,6 +168,7 @@ def report(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument("--out", type=Path)
@@ -160,13 +177,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     model, parts = MODELS[args.model], tuple(args.only)
     if args.rank is not None:
-        shard = Shard(args.rank, args.world)
-        rows = run_rank(model, shard, str(args.directory / "rendezvous"), parts)
+        if args.loopback:
+            rank = Rank.looped_back(model)
+        else:
+            rank = Rank.start(model, Shard(args.rank, args.world), str(args.directory / "rendezvous"))
+        rows = run_rank(rank, parts)
         if args.rank == 0:
             (args.directory / "rows.json").write_text(json.dumps(rows))
         return 0
     alone = run_group(args.model, 1, parts) if model.fits_one and "cases" in parts else []
-    report(args.model, run_group(args.model, args.world, parts), alone, args.world, parts, args.out)
+    world = SHARD.world if args.loopback else args.world
+    if args.loopback:
+        group = run_group(args.model, 1, parts, "--loopback")
+    else:
+        group = run_group(args.model, world, parts)
+    report(args.model, group, alone, world, args.loopback, parts, args.out)
     return 0
 
 

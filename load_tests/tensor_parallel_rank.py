@@ -19,6 +19,7 @@ from engine.sharding import Shard, shard_adapters, shard_shape
 from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join
 from kernels.sgmv import Split
 from load_tests.engine_bench import MAX_MODEL_LEN, NUM_ADAPTERS, Bench, Case
+from load_tests.loopback import SHARD, Loopback
 from load_tests.random_engine import PAGE_TOKENS, random_weights
 
 Row = dict[str, Any]
@@ -64,6 +65,12 @@ class Rank:
             ranks = (Shard(rank, shard.world) for rank in range(shard.world))
             comm = Ranks([len(shard_shape(model.spec.shape, rank).vocab) for rank in ranks])
         return cls(model, shard, comm, random_weights(shard, model.spec.shape))
+
+    @classmethod
+    def looped_back(cls, model: Model, sends: bool = True) -> Rank:
+        """One GPU as rank 0 of two."""
+        columns = len(shard_shape(model.spec.shape, SHARD).vocab)
+        return cls(model, SHARD, Loopback(columns, sends), random_weights(SHARD, model.spec.shape))
 
     def config(self, max_num_seqs: int, max_rank: int) -> EngineConfig:
         return EngineConfig(
