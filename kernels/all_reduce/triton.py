@@ -24,6 +24,9 @@ from kernels.peers.triton import (
 )
 from kernels.rms_norm.triton import norm_row
 
+MOST_AT_ONCE = 1 << 14
+"""Elements that a program waits for together: more do not fit its registers."""
+
 
 def all_reduce_add_rms_norm(
     residual: torch.Tensor,
@@ -81,6 +84,7 @@ def all_reduce_add_rms_norm(
         HAS_DELTA=delta is not None,
         IS_SENT=is_sent,
         DELTA_APART=is_apart,
+        AT_ONCE=max(min(triton.next_power_of_2(world), MOST_AT_ONCE // block), 2),
         PDL=pdl,
         launch_pdl=pdl,
         BLOCK=block,
@@ -112,16 +116,13 @@ def _all_reduce_kernel(
     HAS_DELTA: tl.constexpr,
     IS_SENT: tl.constexpr,
     DELTA_APART: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    peer = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
-    comes = (peer < WORLD) & inside[None, :]
-    if not IS_SENT:
-        comes = comes & (peer != RANK)
     EARLY: tl.constexpr = IS_SENT and (DELTA_APART or not HAS_DELTA)
     if PDL and not EARLY:
         tl.extra.cuda.gdc_wait()
@@ -139,21 +140,29 @@ def _all_reduce_kernel(
             if HAS_DELTA and not DELTA_APART:
                 own = _add(own, tl.load(delta_ptr + at, mask=columns < delta_width, other=0.0))
             send(own, rows_ptrs, (RANK * max_rows + row) * width + columns, inside, RANK, WORLD)
-        parts_ptr = rows_ptrs[RANK] + (peer * max_rows + row) * width + columns[None, :]
-        if DELTA_APART:
-            deltas_ptr = delta_ptrs[RANK] + (peer * max_delta_rows + row) * width + columns[None, :]
-            delta_comes = (peer < WORLD) & (columns < delta_width)[None, :]
-            parts, deltas = _receive_both(parts_ptr, comes, deltas_ptr, delta_comes)
-        else:
-            parts = receive(parts_ptr, comes)
-        if not IS_SENT:
-            parts = tl.where(peer == RANK, own[None, :], parts)
-        if DELTA_APART:
-            parts = _add(parts, deltas)
-        total = _sum_in_order(parts.to(tl.float32), peer, WORLD)
+        total = tl.zeros([BLOCK], tl.float32)
+        for first in tl.static_range(0, WORLD, AT_ONCE):
+            peer = first + tl.arange(0, AT_ONCE)[:, None]
+            comes = (peer < WORLD) & inside[None, :]
+            if not IS_SENT:
+                comes = comes & (peer != RANK)
+            parts_ptr = rows_ptrs[RANK] + (peer * max_rows + row) * width + columns[None, :]
+            if DELTA_APART:
+                deltas_ptr = delta_ptrs[RANK] + (peer * max_delta_rows + row) * width + columns[None, :]
+                delta_comes = (peer < WORLD) & (columns < delta_width)[None, :]
+                parts, deltas = _receive_both(parts_ptr, comes, deltas_ptr, delta_comes)
+            else:
+                parts = receive(parts_ptr, comes)
+            if not IS_SENT:
+                parts = tl.where(peer == RANK, own[None, :], parts)
+            if DELTA_APART:
+                parts = _add(parts, deltas)
+            # in float32, in order of rank
+            for i in tl.static_range(AT_ONCE):
+                total += tl.sum(tl.where(peer == first + i, parts.to(tl.float32), 0.0), 0)
         if PDL and EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-        dtype: tl.constexpr = parts.dtype
+        dtype: tl.constexpr = y_ptr.dtype.element_ty
         values = (values + total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         tl.store(residual_ptr + at, values.to(dtype), mask=inside)
         tl.store(out_ptr + at, norm_row(values, weight, width, eps, dtype), mask=inside)
@@ -184,14 +193,3 @@ def _receive_both(
     make_empty(parts_ptr, comes)
     make_empty(deltas_ptr, delta_comes)
     return parts, deltas
-
-
-@triton.jit
-def _sum_in_order(parts: tl.tensor, peer: tl.tensor, WORLD: tl.constexpr) -> tl.tensor:
-    """parts [ranks, N] float32 -> [N], in order of rank."""
-    if WORLD == 2:
-        return tl.sum(parts, 0)
-    total = tl.zeros([parts.shape[1]], tl.float32)
-    for i in tl.static_range(WORLD):
-        total += tl.sum(tl.where(peer == i, parts, 0.0), 0)
-    return total
