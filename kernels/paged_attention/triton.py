@@ -9,6 +9,9 @@ A step may mix sequences of one query (decodes) and of many (prefill chunks):
            consecutive tokens.
 
 The cut is made on the device from the lengths, once a step, so that a captured graph serves any lengths.
+
+Tried on an H200: decode blocks of 128 keys with twice the warps take a quarter less for up to 8 sequences of
+100 tokens, up to 21 % more elsewhere; splits of 4 blocks or more take up to twice as long for one sequence.
 """
 
 from __future__ import annotations
