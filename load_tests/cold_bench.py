@@ -41,6 +41,7 @@ from engine.config import EngineConfig
 from engine.plan import AdapterLoad, StepPlan
 from engine.request import GenerateRequest
 from engine.runner.cuda import CudaRunner
+from load_tests.conditions import gpu_conditions
 from load_tests.random_engine import (
     PAGE_TOKENS,
     SHAPE,
@@ -398,8 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "thrash" in args.only:
         add(*bench.thrash(args.seconds / 2))
     if args.out:
-        conditions = {"gpu": torch.cuda.get_device_name(), "torch": f"torch {torch.__version__}"}
-        write_results(rows, conditions, args.out)
+        write_results(rows, gpu_conditions(), args.out)
     return 0
 
 

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deployments.demo.base_model import prepare_base_model
 from deployments.demo.prompts import ADAPTERS_DIR, SHOWCASES
 from engine import Engine, EngineConfig, SamplingParams
+from load_tests.conditions import commit
 
 NUM_STREAMS = 8
 NUM_TOKENS = 64
@@ -130,6 +131,7 @@ def _result(ours: list[float], peft: list[float]) -> dict[str, Any]:
             "output_tokens": NUM_TOKENS,
             "torch_threads": torch.get_num_threads(),
             "machine": platform.machine(),
+            "commit": commit(),
             "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
         },
     }

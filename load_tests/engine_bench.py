@@ -36,6 +36,7 @@ from engine.config import EngineConfig
 from engine.request import GenerateRequest
 from engine.runner.cuda import CudaRunner
 from engine.shape import ModelShape
+from load_tests.conditions import gpu_conditions
 from load_tests.random_engine import PAGE_TOKENS, SHAPE, SPEC, RandomEngine, random_weights
 
 NUM_ADAPTERS = 64
@@ -238,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     weights = random_weights()
     rows: list[dict[str, Any]] = []
-    conditions = {"gpu": torch.cuda.get_device_name(), "torch": f"torch {torch.__version__}"}
+    conditions = gpu_conditions()
     for case in [CASES[i] for i in args.cases]:
         # a pool of its own for each case: adapters of the one before must not be there
         begun = time.perf_counter()

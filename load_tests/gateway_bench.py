@@ -31,6 +31,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from load_tests.conditions import commit
 from load_tests.gateway_server import KINDS, WORD
 from tests.cluster.serve_process import free_port
 
@@ -251,6 +252,7 @@ def main() -> int:
             "cores": len(os.sched_getaffinity(0)),
             "load_average": os.getloadavg()[0],
             "machine": platform.machine(),
+            "commit": commit(),
             "rounds": options.rounds,
             "versions": {name: version(name) for name in ("ray", "fastapi", "uvicorn")},
         },

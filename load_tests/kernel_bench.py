@@ -15,9 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kernels.sgmv.bench import Result, measure_all
+from load_tests.conditions import gpu_conditions
 
 
 def main() -> int:
@@ -36,8 +35,8 @@ def main() -> int:
 
 
 def _conditions() -> str:
-    versions = f"torch {torch.__version__}, triton {version('triton')}"
-    return f"{torch.cuda.get_device_name()}, {versions}, Llama-3-8B shapes, bf16, random weights"
+    known = ", ".join(gpu_conditions().values())
+    return f"{known}, triton {version('triton')}, Llama-3-8B shapes, bf16, random weights"
 
 
 def _records(results: Sequence[Result]) -> list[dict[str, Any]]:

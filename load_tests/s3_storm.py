@@ -58,6 +58,7 @@ from load_tests.cold_bench import (
     start_streams,
     stop,
 )
+from load_tests.conditions import gpu_conditions
 from load_tests.random_engine import PAGE_TOKENS, SHAPE, SPEC, RandomEngine, as_in_serving, random_weights
 
 COMMAND = "python -m load_tests.s3_storm"
@@ -236,11 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{r['case']:28} {r['metric']:40} {r['value']:10.2f} {r['unit']}", flush=True)
     bench.source.loader.close()
     if args.out:
-        conditions = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         result = {
             "command": COMMAND,
             "endpoint": os.environ.get("AWS_ENDPOINT_URL"),
-            **conditions,
+            **gpu_conditions(),
             "rows": rows,
         }
         (args.out / "h200_s3_storm.json").write_text(json.dumps(result, indent=2) + "\n")

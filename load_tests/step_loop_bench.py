@@ -37,6 +37,7 @@ from engine.sampling_params import SamplingParams
 from engine.wire import encode_event, encode_frame
 from kernels.sgmv.lists import lists_size, write_lists
 from kernels.sgmv.plan import decode_plan
+from load_tests.conditions import commit
 from load_tests.random_engine import PAGE_TOKENS, SHAPE, RandomEngine
 
 NUM_PAGES, MAX_MODEL_LEN, MAX_SEQS, MAX_TOKENS = 40_000, 2048, 256, 8192
@@ -135,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
         sys.stdout.flush()
     if args.out:
-        conditions = f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, ms of one"
+        conditions = f"Python {sys.version.split()[0]}, {os.cpu_count()} cores, ms of one, {commit()}"
         result = {"command": COMMAND, "conditions": conditions, "rows": rows}
         (args.out / "step_loop.json").write_text(json.dumps(result, indent=2) + "\n")
     return 0

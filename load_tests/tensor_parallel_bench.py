@@ -34,11 +34,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from engine.sharding import Shard
 from kernels.all_reduce.bench import measure as measure_sum
+from load_tests.conditions import gpu_conditions
 from load_tests.engine_bench import CASES, Bench
 from load_tests.loopback import SHARD
 from load_tests.random_engine import SPEC, SPEC_70B
@@ -136,7 +136,7 @@ def report(
     out: Path | None,
 ) -> None:
     one_gpu = {(row["case"], row["metric"]): row["value"] for row in alone}
-    conditions = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    conditions = ", ".join(gpu_conditions().values())
     how = "--loopback" if loopback else f"--world {world}"
     command = f"python -m load_tests.tensor_parallel_bench {how} --model {name}"
     if parts != PARTS:

@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
+from load_tests.conditions import commit
 from load_tests.harness.client import Record, Target, run
 from load_tests.harness.summary import Slo, Summary, difference, lookups, summarise
 from load_tests.harness.workload import Planned
@@ -68,4 +69,5 @@ def machine() -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 1),
         "machine": platform.machine(),
         "python": platform.python_version(),
+        "commit": commit(),
     }
