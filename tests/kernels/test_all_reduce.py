@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from kernels.all_reduce.reference import all_reduce_add_rms_norm as reference
-from kernels.all_reduce.triton import all_reduce_add_rms_norm
+from kernels.all_reduce.triton import MOST_AT_ONCE, all_reduce_add_rms_norm
 from kernels.linear.triton import linear, linear_to_peers
 from kernels.peers.triton import NUM_SETS, PeerBuffers
 from tests.kernels.peer_memory import (
@@ -92,9 +92,12 @@ def check(call: Call, residual: torch.Tensor, out: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="in the interpreter")
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_in_processes_equal_the_reference(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("world", "most_at_once"), [(2, MOST_AT_ONCE), (3, MOST_AT_ONCE), (3, 0)])
+def test_ranks_in_processes_equal_the_reference(
+    world: int, most_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kernels.all_reduce.triton.most_programs", lambda *_, **__: MOST_PROGRAMS)
+    monkeypatch.setattr("kernels.all_reduce.triton.MOST_AT_ONCE", most_at_once)  # 0: two ranks' at a time
     sets, delta_sets = (shared_sets(world, MAX_ROWS, 200) for _ in range(2))
     arguments = (sets, delta_sets)
     start_processes(_run_rank, arguments, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
