@@ -259,6 +259,9 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
                 return
         self._take_back(replica)  # it was cancelled meanwhile
 
+    def _add_pending_request_to_indices(self, pending_request: PendingRequest) -> None:
+        """Nobody looks into Serve's indices here, and who is in the one by model id leaves as he is found."""
+
     def _take_back(self, replica: RunningReplica) -> None:
         """Serve will not send what it was selected for."""
         replica_id = replica.replica_id.unique_id

@@ -404,11 +404,32 @@ def test_a_replica_that_was_out_of_reach_is_not_given_up() -> None:
     run(main())
 
 
+def test_a_request_that_was_routed_or_gave_up_is_forgotten() -> None:
+    """Serve's index by model id is emptied only by look-ups that this router has no use for."""
+
+    async def main() -> None:
+        router = build(busy("a", "sql", running=0))
+        for i in range(2):
+            await route(router, request("sql", internal_id=f"i{i}"))
+        call = asyncio.create_task(route(router, request("sql", internal_id="late")))
+        await asyncio.sleep(0.01)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        kept = [pending for queue in router._pending_requests_by_model_id.values() for pending in queue]
+        assert not kept
+        assert not router._pending_requests_by_id
+        assert not router._pending_requests_to_fulfill
+
+    run(main())
+
+
 def test_the_private_hooks_that_we_override_still_exist() -> None:
     assert callable(RequestRouter._fulfill_next_pending_request)
     assert callable(FIFOMixin._fulfill_next_pending_request)
     for name, parameters in {
         "_select_from_candidate_replicas": ["self", "candidates", "backoff_index"],
         "_choose_replica_for_request": ["self", "pending_request", "is_retry"],
+        "_add_pending_request_to_indices": ["self", "pending_request"],
     }.items():
         assert list(inspect.signature(getattr(RequestRouter, name)).parameters) == parameters
