@@ -28,14 +28,7 @@ from random import Random
 from typing import Any
 
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.request_router import (
-    FIFOMixin,
-    MultiplexMixin,
-    PendingRequest,
-    ReplicaID,
-    RequestRouter,
-    RunningReplica,
-)
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from router.from_serve import BASE_ID, read_adapter, read_report, read_request, read_waiting
 from router.hint_calls import HintCalls
@@ -59,7 +52,7 @@ class _Turn:
     comes: asyncio.Future[None]
 
 
-class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore[misc]
+class ResidencyRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(
         self,
         slack: int = DEFAULT_SLACK,
@@ -247,9 +240,8 @@ class ResidencyRouter(FIFOMixin, MultiplexMixin, RequestRouter):  # type: ignore
     ) -> None:
         """Give the replica to the very request it was chosen for, and to no other.
 
-        The mixins match by model id, else take the queue's head. Calls made inside one parent request share
-        an internal id and only the first is indexed, so a replica chosen for a later one went to somebody
-        else's request, for another adapter.
+        Serve matches by the internal id, which calls made inside one parent request share, and its mixins by
+        model id, else they take the queue's head: somebody else's request, for another adapter.
         """
         for pending in self._pending_requests_to_fulfill:
             if pending.metadata is request_metadata and not pending.future.done():

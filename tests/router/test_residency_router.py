@@ -16,7 +16,7 @@ from ray.serve._private.common import (
     RequestMetadata,
 )
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
-from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter
+from ray.serve.request_router import PendingRequest, RequestRouter
 
 from router.from_serve import read_request
 from router.residency_router import BASE_ID, ResidencyRouter
@@ -426,7 +426,6 @@ def test_a_request_that_was_routed_or_gave_up_is_forgotten() -> None:
 
 def test_the_private_hooks_that_we_override_still_exist() -> None:
     assert callable(RequestRouter._fulfill_next_pending_request)
-    assert callable(FIFOMixin._fulfill_next_pending_request)
     for name, parameters in {
         "_select_from_candidate_replicas": ["self", "candidates", "backoff_index"],
         "_choose_replica_for_request": ["self", "pending_request", "is_retry"],
