@@ -86,13 +86,11 @@ def check_target_modules(config: PeftConfig, modules: Iterable[BoundModule]) -> 
     """Warnings where a literal `target_modules` and the tensors disagree."""
     if config.target_modules is None:
         return []
-    names = {module.name for module in modules}
-    unused = [
-        target for target in config.target_modules if not any(_is_target(name, target) for name in names)
-    ]
-    unlisted = sorted(
-        name for name in names if not any(_is_target(name, target) for target in config.target_modules)
-    )
+    # sets, since a tenant may list as many targets as a file can hold
+    endings = {module.name: _endings(module.name) for module in modules}
+    listed, adapted = set(config.target_modules), set().union(*endings.values())
+    unused = [target for target in config.target_modules if target not in adapted]
+    unlisted = sorted(name for name in endings if listed.isdisjoint(endings[name]))
     warnings = []
     if unused:
         warnings.append(f"target_modules lists {_some(unused)}, but no tensor adapts it")
@@ -180,8 +178,10 @@ def _check_shape(entry: TensorEntry, want: tuple[int, int]) -> None:
         raise AdapterRefused(f"{entry.name}: got {list(entry.shape)}, want {list(want)}", param=entry.name)
 
 
-def _is_target(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+def _endings(name: str) -> set[str]:
+    """The targets that would adapt this module."""
+    parts = name.split(".")
+    return {".".join(parts[i:]) for i in range(len(parts))}
 
 
 def _some(names: Iterable[str]) -> str:

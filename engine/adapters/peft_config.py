@@ -16,6 +16,9 @@ from engine.adapters.files import CONFIG_FILE
 from engine.adapters.patterns import Patterns
 from engine.errors import AdapterRefused
 
+_MAX_NAME_CHARS = 128
+_MAX_RANK = 1 << 20  # far beyond what is served, so that messages stay short
+
 # PEFT's defaults
 _DEFAULT_R = 8
 _DEFAULT_ALPHA = 8
@@ -77,7 +80,7 @@ def parse_peft_config(content: bytes) -> PeftConfig:
         raise _refused("peft_type", config.get("peft_type"), "only LORA adapters are served")
     for key, value in config.items():
         if key not in _IGNORED and key not in _READ and _is_on(value):
-            raise _refused(key, value, _REASONS.get(key, "not supported"))
+            raise _refused(_shown(key), value, _REASONS.get(key, "not supported"))
     if config.get("bias", "none") != "none":
         raise _refused("bias", config["bias"], "trained biases of the base model are not supported")
     _check_init(config.get("init_lora_weights", True))
@@ -119,8 +122,8 @@ def _check_init(value: object) -> None:
 
 
 def _rank(field: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _refused(field, value, "a rank is a positive whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_RANK:
+        raise _refused(field, value, f"a rank is a positive whole number, at most {_MAX_RANK}")
     return value
 
 
@@ -142,7 +145,7 @@ def _flag(field: str, value: object) -> bool:
 def _names(field: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise _refused(field, value, "not a list of names")
-    return tuple(value)
+    return tuple(map(_shown, value))
 
 
 def _target_modules(value: object) -> tuple[str, ...] | None:
@@ -157,7 +160,7 @@ def _patterns(config: dict[str, Any], field: str) -> Patterns:
         raise _refused(field, value, "not an object of module names and numbers")
     check = _rank if field == "rank_pattern" else _alpha
     try:
-        return Patterns({key: check(f"{field}.{key[:80]}", number) for key, number in value.items()})
+        return Patterns({key: check(f"{field}.{_shown(key)}", number) for key, number in value.items()})
     except ValueError as error:
         raise AdapterRefused(f"{field}: {error}", param=field) from error
 
@@ -174,6 +177,11 @@ def _warnings(config: dict[str, Any]) -> tuple[str, ...]:
 
 def _refused(field: str, value: object, reason: str) -> AdapterRefused:
     return AdapterRefused(f"{field} = {_short(value)}: {reason}", param=field)
+
+
+def _shown(name: str) -> str:
+    """As it is, unless an answer or a log could not hold it; then it is no module's name either."""
+    return name if len(name) <= _MAX_NAME_CHARS and name.isprintable() else _short(name)
 
 
 def _short(value: object) -> str:

@@ -85,8 +85,9 @@ def parse_header(content: bytes, file_bytes: int) -> list[TensorEntry]:
 
 
 def _parse_entry(name: str, fields: Any, data_start: int) -> TensorEntry:
-    if len(name) > _MAX_NAME_CHARS or not isinstance(fields, dict):
-        raise _malformed(f"the entry of {name[:_MAX_NAME_CHARS]}")
+    # names end in answers and logs
+    if len(name) > _MAX_NAME_CHARS or not name.isprintable() or not isinstance(fields, dict):
+        raise _malformed(f"the entry of {reprlib.repr(name)}")
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise AdapterRefused(f"{name} has the unknown type {reprlib.repr(dtype)}", param=name)

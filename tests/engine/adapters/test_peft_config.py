@@ -90,6 +90,25 @@ def test_what_changes_the_maths_is_refused_by_name(field: str, value: Any) -> No
     assert field in error.message
 
 
+@pytest.mark.parametrize("name", ["x" * 100_000, "\ud800", "a\nlog line"])
+def test_a_tenants_names_fit_into_answers_and_logs(name: str) -> None:
+    """JSON can spell what UTF-8 cannot, and a file's worth of it."""
+    messages = []
+    for fields in ({name: 1}, {"rank_pattern": {name: 0}}, {"alpha_pattern": {name: "1"}}):
+        error = refusal(**fields)
+        messages += [error.message, error.param or ""]
+    config = parse(modules_to_save=[name], target_modules=[name])
+    messages += [*config.modules_to_save, *(config.target_modules or ())]
+    for message in messages:
+        assert len(message) < 300
+        assert message.isprintable()
+
+
+def test_a_rank_of_many_digits_is_refused_in_few() -> None:
+    assert len(refusal(r=10**4000).message) < 200
+    assert len(refusal(rank_pattern={"q_proj": 10**4000}).message) < 200
+
+
 def test_a_pattern_of_wrong_values_is_refused_with_its_key() -> None:
     assert refusal(rank_pattern={"q_proj": 4.5}).param == "rank_pattern.q_proj"
     assert refusal(alpha_pattern={"q_proj": "4"}).param == "alpha_pattern.q_proj"

@@ -54,6 +54,7 @@ def test_a_header_without_tensors_is_empty() -> None:
         ({"a": entry(shape=[1 << 60, 1 << 60])}, 24),
         ({"a": entry(offsets=[0])}, 24), ({"a": entry(offsets=[24, 0])}, 24),
         ({"a": entry(offsets=None)}, 24), ({"a": 3}, 24), ({"a" * 600: entry()}, 24),
+        ({"\ud800": entry()}, 24), ({"a\nb": entry()}, 24), ({"\ud800": 3}, 24),
     ],
 )  # fmt: skip
 def test_a_malformed_header_is_refused_with_the_files_name(header: Any, data_bytes: int) -> None:
