@@ -11,7 +11,7 @@ once, or its copies would look like demand.
 
 Up, when the need is above HIGH of what there is for `up_after_s`: to so many that it is TARGET of them. Down,
 when it would be below LOW of one replica less for `down_after_s`: by one, and by one more once that has gone,
-as long as that stays true. To none, when there was no request at all for as long.
+as long as that stays true; also by those that never came. To none, when there was no request at all for as long.
 
 Serve, not this, picks who goes. So before one goes, every adapter that was in use lately is on two replicas:
 the second one is where routers will look for it (`missing_copies`). That is waited for HANDOVER_S at most, as
@@ -105,7 +105,7 @@ class Autoscaler:
             self._wanted = max(self._wanted, min(bounds.most, ceil(need / TARGET)))
         if self._low_since is None or now - self._low_since < bounds.down_after_s:
             self._handing_since = None
-        elif len(loads) == self._wanted:  # else somebody is still on the way
+        elif len(loads) <= self._wanted:  # else the last one that was to go is still there
             return self._one_less(missing_copies(loads), now)
         return Plan(self._wanted)
 

@@ -98,6 +98,19 @@ def test_starting_replicas_are_not_called_off_by_their_own_effect() -> None:
     assert scaler.plan(loads(3, num_requests=7), 12.0).num_replicas == 4
 
 
+def test_what_never_came_is_called_off_when_it_is_needed_no_more() -> None:
+    """The cluster has room for two of seven: an idle fleet must not ask for seven for ever."""
+    scaler = Autoscaler(BOUNDS)
+    for now in range(11):
+        plan = scaler.plan(loads(1, num_requests=40), float(now))
+    assert plan.num_replicas == 7
+    counts = [scaler.plan(loads(2), float(now)).num_replicas for now in range(11, 90)]
+    assert counts[:60] == [7] * 60
+    # nobody has gone while there are two
+    assert counts[60:66] == [6, 5, 4, 3, 2, 1]
+    assert set(counts[66:]) == {1}
+
+
 def test_idle_replicas_go_one_by_one_and_only_when_the_last_has_gone() -> None:
     fleet = Fleet(4)
     counts = fleet.run(70, need=0.3)
