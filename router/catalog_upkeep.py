@@ -54,7 +54,9 @@ class Upkeep:
         return [(name, uri) for _, name, uri in sorted(late)]
 
     def version(self, name: str) -> str:
-        return self._books[name].version
+        """Empty: not known, as of a name that is wanted no more."""
+        book = self._books.get(name)
+        return book.version if book is not None else ""
 
     def described(self, name: str, uri: str, version: str) -> None:
         """What is at its source now. Requests ask for it at once if nothing was confirmed before."""

@@ -109,6 +109,16 @@ def test_a_canary_of_a_name_that_is_unloaded_meanwhile_is_not_kept() -> None:
     run(main)
 
 
+def test_an_adapter_that_is_unloaded_as_a_replica_starts_does_not_end_it() -> None:
+    async def main() -> None:
+        catalog = build(FakeSource(a="1"), x="src/a")
+        starting = asyncio.create_task(catalog.preloaded())
+        await asyncio.gather(asyncio.create_task(catalog.remove("x")), starting)
+        assert starting.result() == []
+
+    run(main)
+
+
 def test_only_so_many_named_adapters_are_kept_on_the_replicas() -> None:
     async def main() -> None:
         fleet = FakeFleet()
