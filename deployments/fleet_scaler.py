@@ -19,7 +19,7 @@ from engine.errors import LorafleetError, Unavailable
 from engine.request import AdapterRef
 from engine.stats import BASE
 from engine.wire import encode_ref
-from router.autoscaling import HANDOVER_S, Autoscaler, Bounds, Handover, Plan, ReplicaLoad
+from router.autoscaling import HANDOVER_S, Autoscaler, Bounds, Handover, ReplicaLoad
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class FleetScaler:
         self._scaler = Autoscaler(bounds)
         self._broadcast = broadcast
         self._lookup = lookup
-        self._plan: Plan | None = None
+        self._wanted: int | None = None  # replicas, by the last plan
         self._handed: set[Handover] = set()
         self._loading: set[asyncio.Task[None]] = set()
 
@@ -54,7 +54,7 @@ class FleetScaler:
             await asyncio.sleep(LOOK_S)
 
     async def look(self, now: float) -> None:
-        wanted = self._plan and self._plan.num_replicas
+        wanted = self._wanted
         try:
             loads = [decode_load(answer) for answer in await self._broadcast("scaling", wanted)]
         except Unavailable as error:
@@ -62,9 +62,9 @@ class FleetScaler:
                 return  # too busy to answer in time: what was wanted stays so
             loads = []
         plan = self._scaler.plan(loads, now)
-        if self._plan is None or plan.num_replicas != self._plan.num_replicas:
+        if plan.num_replicas not in (None, wanted):
             logger.info("%d replicas serve, %d are wanted", len(loads), plan.num_replicas)
-        self._plan = plan
+        self._wanted = plan.num_replicas
         self._handed &= set(plan.handovers)
         new = [handover for handover in plan.handovers if handover not in self._handed]
         if new:

@@ -11,7 +11,7 @@ once, or its copies would look like demand.
 
 Up, when the need is above HIGH of what there is for `up_after_s`: to so many that it is TARGET of them. Down,
 when it would be below LOW of one replica less for `down_after_s`: by one, and by one more once that has gone,
-as long as that stays true; also by those that never came. To none, when there was no request at all for as long.
+as long as that stays true; those that never came go too. To none, when there was no request for as long.
 
 Serve, not this, picks who goes. So before one goes, every adapter that was in use lately is on two replicas:
 the second one is where routers will look for it (`missing_copies`). That is waited for HANDOVER_S at most, as
@@ -67,7 +67,7 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    num_replicas: int
+    num_replicas: int | None  # None: as many as were asked for before, which this does not know
     handovers: tuple[Handover, ...] = ()  # without these nobody may go
 
 
@@ -84,7 +84,7 @@ class Autoscaler:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        self._wanted: int | None = None  # replicas; None: whatever there is
+        self._wanted: int | None = None  # replicas; None: no change yet, and some may be starting
         self._high_since: float | None = None
         self._low_since: float | None = None
         self._handing_since: float | None = None
@@ -94,34 +94,34 @@ class Autoscaler:
         bounds = self._bounds
         if not loads:
             self._wanted = self._high_since = self._low_since = None
-            return Plan(bounds.least)
+            return Plan(None)
         need = fleet_need(loads)
+        there = min(bounds.most, max(bounds.least, len(loads)))
         # somebody asked while the last one was to go, or Serve has started one for somebody who did
-        if self._wanted is None or (self._wanted == 0 and need > 0):
-            self._wanted = min(bounds.most, max(bounds.least, len(loads)))
+        if self._wanted == 0 and need > 0:
+            self._wanted = there
+        wanted = there if self._wanted is None else self._wanted
         self._high_since = _since(self._high_since, need > HIGH * len(loads), now)
-        self._low_since = _since(self._low_since, self._can_spare_one(need), now)
+        self._low_since = _since(self._low_since, self._can_spare_one(wanted, need), now)
         if self._high_since is not None and now - self._high_since >= bounds.up_after_s:
-            self._wanted = max(self._wanted, min(bounds.most, ceil(need / TARGET)))
+            self._wanted = max(wanted, min(bounds.most, ceil(need / TARGET)))
         if self._low_since is None or now - self._low_since < bounds.down_after_s:
             self._handing_since = None
-        elif len(loads) <= self._wanted:  # else the last one that was to go is still there
-            return self._one_less(missing_copies(loads), now)
+        elif len(loads) <= wanted:  # else the last one that was to go is still there
+            return self._one_less(wanted, missing_copies(loads), now)
         return Plan(self._wanted)
 
-    def _can_spare_one(self, need: float) -> bool:
-        assert self._wanted is not None
-        if self._wanted <= max(1, self._bounds.least):
-            return need == 0 and self._wanted > self._bounds.least
-        return need <= LOW * (self._wanted - 1)
+    def _can_spare_one(self, wanted: int, need: float) -> bool:
+        if wanted <= max(1, self._bounds.least):
+            return need == 0 and wanted > self._bounds.least
+        return need <= LOW * (wanted - 1)
 
-    def _one_less(self, handovers: tuple[Handover, ...], now: float) -> Plan:
-        assert self._wanted is not None
+    def _one_less(self, wanted: int, handovers: tuple[Handover, ...], now: float) -> Plan:
         self._handing_since = now if self._handing_since is None else self._handing_since
         if handovers and now - self._handing_since < HANDOVER_S:
             return Plan(self._wanted, handovers)
         self._handing_since = None
-        self._wanted -= 1
+        self._wanted = wanted - 1
         return Plan(self._wanted)
 
 

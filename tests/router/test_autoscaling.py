@@ -46,7 +46,8 @@ class Fleet:
         counts = []
         for _ in range(seconds):
             pages = round(100 * need / self.count) if self.count else 0
-            self.count = self.scaler.plan(loads(self.count, used_pages=pages), self.now).num_replicas
+            wanted = self.scaler.plan(loads(self.count, used_pages=pages), self.now).num_replicas
+            self.count = self.count if wanted is None else wanted
             self.now += 1.0
             counts.append(self.count)
         return counts
@@ -111,6 +112,13 @@ def test_what_never_came_is_called_off_when_it_is_needed_no_more() -> None:
     assert set(counts[66:]) == {1}
 
 
+def test_who_starts_is_not_called_off_by_who_was_faster() -> None:
+    """Of a fleet that begins with several, or is replaced by new ones, the first that serve are not all."""
+    scaler = Autoscaler(BOUNDS)
+    counts = [scaler.plan(loads(there, num_requests=1), 10.0 * there).num_replicas for there in range(5)]
+    assert counts == [None] * 5
+
+
 def test_idle_replicas_go_one_by_one_and_only_when_the_last_has_gone() -> None:
     fleet = Fleet(4)
     counts = fleet.run(70, need=0.3)
@@ -149,7 +157,7 @@ def test_nobody_goes_before_hot_adapters_are_on_two() -> None:
     scaler = Autoscaler(Bounds(1, 4, up_after_s=0.0, down_after_s=0.0))
     sole = [load("r0", holds=frozenset("ab"), wanted=frozenset("a")), load("r1", holds=frozenset("c"))]
     plan = scaler.plan(sole, 0.0)
-    assert (plan.num_replicas, plan.handovers) == (2, (Handover("a", "r1"),))
+    assert (plan.num_replicas, plan.handovers) == (None, (Handover("a", "r1"),))
     both = [sole[0], load("r1", holds=frozenset("ac"))]
     assert scaler.plan(both, 1.0) == scaler.plan(loads(1), 2.0)
     assert scaler.plan(loads(1), 3.0).num_replicas == 1
@@ -159,7 +167,7 @@ def test_a_handover_that_never_comes_is_waited_for_in_vain_only_so_long() -> Non
     scaler = Autoscaler(Bounds(1, 4, up_after_s=0.0, down_after_s=0.0))
     sole = [load("r0", holds=frozenset("a"), wanted=frozenset("a")), load("r1")]
     counts = [scaler.plan(sole, float(now)).num_replicas for now in range(int(HANDOVER_S) + 1)]
-    assert counts == [2] * int(HANDOVER_S) + [1]
+    assert counts == [None] * int(HANDOVER_S) + [1]
 
 
 def test_what_nobody_holds_or_wants_is_not_handed_over() -> None:
