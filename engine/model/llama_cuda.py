@@ -36,7 +36,7 @@ from kernels.silu_mul.triton import silu_mul
 
 class Linear(NamedTuple):
     y: torch.Tensor
-    delta: torch.Tensor | None = None  # still to be added
+    delta: torch.Tensor | None = None  # still to be added; nothing is in it where peers get it apart
     is_sent: bool = False  # y, to all ranks, which want to sum it; nothing is in the tensor then
 
 
@@ -52,7 +52,7 @@ class SumPeers(NamedTuple):
     """Of one set, to sum row-parallel products over the ranks."""
 
     parts: PeerBuffers
-    deltas: PeerBuffers | None  # what adapters add goes apart; None: with the parts
+    deltas: PeerBuffers | None  # what adapters add is sent apart, to here; None: with the parts
 
 
 class Branch(Protocol):
