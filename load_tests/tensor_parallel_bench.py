@@ -57,13 +57,13 @@ MODELS = {
 
 def run_rank(rank: Rank, parts: Sequence[str]) -> Rows:
     rows = Rows()
-    if rank.shard.world > 1 and dist.is_initialized():
-        if "cases" in parts:
-            measure_sums(rows)
-        if "shardings" in parts:
-            measure_shardings(rank, rows)
+    is_group = dist.is_initialized()
     if "cases" in parts:
+        if is_group:
+            measure_sums(rows)
         measure_cases(rank, rows)
+    if is_group and "shardings" in parts:
+        measure_shardings(rank, rows)
     return rows
 
 
@@ -176,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     model, parts = MODELS[args.model], tuple(args.only)
+    if args.loopback and "shardings" in parts:
+        parser.error("shardings need a group: --loopback goes with --only cases")
     if args.rank is not None:
         if args.loopback:
             rank = Rank.looped_back(model)
