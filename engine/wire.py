@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
 from typing import Any
@@ -127,11 +128,13 @@ def decode_milestones(items: list[Any]) -> Milestones | None:
     return Milestones(*items[0]) if items else None
 
 
-def read_exactly(sock: socket.socket, length: int) -> bytes:
-    """As `read_frame`."""
+def read_exactly(sock: socket.socket, length: int, deadline: float | None = None) -> bytes:
+    """As `read_frame`; raises OSError at the deadline."""
     buffer = bytearray(length)
     view = memoryview(buffer)
     while view:
+        if deadline is not None:
+            sock.settimeout(max(0.0, deadline - time.monotonic()))
         received = sock.recv_into(view)
         if received == 0:
             raise EOFError("the other side of the socket is gone")

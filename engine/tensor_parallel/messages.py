@@ -41,9 +41,14 @@ def encode_json(kind: Kind, message: Any) -> bytes:
     return encode(kind, json.dumps(message, separators=(",", ":")).encode())
 
 
-def read(sock: socket.socket, max_bytes: int | None = None) -> tuple[Kind, bytes]:
-    """Blocks. Raises EOFError when the other side is gone, ValueError for what is none of ours."""
-    kind, length = _HEADER.unpack(read_exactly(sock, _HEADER.size))
+def read(
+    sock: socket.socket, max_bytes: int | None = None, deadline: float | None = None
+) -> tuple[Kind, bytes]:
+    """Blocks. Raises EOFError when the other side is gone, ValueError for what is none of ours.
+
+    With a deadline: raises OSError then, and leaves the socket with some timeout.
+    """
+    kind, length = _HEADER.unpack(read_exactly(sock, _HEADER.size, deadline))
     if max_bytes is not None and length > max_bytes:
         raise ValueError(f"a frame of {length} bytes")
-    return Kind(kind), read_exactly(sock, length)
+    return Kind(kind), read_exactly(sock, length, deadline)

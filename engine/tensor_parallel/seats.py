@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Protocol
 
 from engine.errors import InvalidRequest, Unavailable
@@ -91,7 +91,7 @@ def accept_guests(address: str, num_ranks: int) -> list[Guest]:
         raise InvalidRequest(f"rank_address needs a secret in {TOKEN_ENV}", param="rank_address")
     guests: dict[int, Guest] = {}
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    with socket.create_server(_parse(address)) as server:
+    with _listen(address) as server:
         while len(guests) < num_ranks - 1:
             server.settimeout(max(0.0, deadline - time.monotonic()))
             try:
@@ -127,21 +127,20 @@ def connect(address: str, rank: int) -> socket.socket:
 
 
 def free_address(host: str) -> str:
-    """Where nobody listens now, for the ranks' own rendezvous."""
-    with closing(socket.create_server((host, 0))) as server:
+    """Where nobody listens now."""
+    with _listen(f"{host}:0") as server:
         return f"{host}:{server.getsockname()[1]}"
 
 
 def _greet(sock: socket.socket, token: str) -> int | None:
     """The rank of who has the token."""
-    sock.settimeout(HELLO_TIMEOUT_S)
     try:
-        kind, payload = messages.read(sock, max_bytes=1024)
+        kind, payload = messages.read(sock, max_bytes=1024, deadline=time.monotonic() + HELLO_TIMEOUT_S)
         theirs, rank = json.loads(payload)
-    except (OSError, EOFError, ValueError, TypeError):
+        is_ours = kind is Kind.HELLO and hmac.compare_digest(str(theirs).encode(), token.encode())
+    except (OSError, EOFError, ValueError, TypeError, RecursionError):
         return None
     sock.settimeout(None)
-    is_ours = kind is Kind.HELLO and hmac.compare_digest(str(theirs).encode(), token.encode())
     return rank if is_ours and isinstance(rank, int) else None
 
 
@@ -154,6 +153,11 @@ def _notice_death(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
     # of what was sent and is not acknowledged, where keepalive says nothing
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = _parse(address)
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _parse(address: str) -> tuple[str, int]:

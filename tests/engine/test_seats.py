@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -127,6 +127,8 @@ def hello(address: str, frame: bytes) -> socket.socket:
         messages.encode_json(Kind.READY, [TOKEN, 1]),
         messages.encode(Kind.HELLO, b"no json"),
         messages.encode(Kind.HELLO, b" " * 5000),
+        messages.encode(Kind.HELLO, b"[" * 1020),
+        messages.encode_json(Kind.HELLO, ["\ud800", 1]),
         b"GET / HTTP/1.1\r\n\r\n",
     ],
 )
@@ -142,6 +144,37 @@ def test_who_does_not_belong_is_turned_away_and_the_rank_still_comes(address: st
             assert ours.recv(1) == b"x"
             guest.stop()
             assert _is_closed(ours)
+
+
+def test_who_speaks_slowly_holds_nobody_up_for_long(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seats, "HELLO_TIMEOUT_S", 0.5)
+    came: list[Guest] = []
+    thread = accept(address, 2, came)
+    began = time.monotonic()
+    with hello(address, messages.encode(Kind.HELLO, b" " * 1000)[:5]) as stranger:
+        with suppress(OSError):  # it is turned away
+            while time.monotonic() - began < 5.0:
+                stranger.sendall(b" ")
+                time.sleep(0.1)
+        with connect(address, 1):
+            thread.join(timeout=10)
+            (guest,) = came
+            guest.stop()
+    assert time.monotonic() - began < 5.0
+
+
+def test_ranks_meet_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_ENV, TOKEN)
+    came: list[Guest] = []
+    try:
+        address = free_address("[::1]")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    thread = accept(address, 2, came)
+    with connect(address, 1):
+        thread.join(timeout=10)
+        (guest,) = came
+        guest.stop()
 
 
 def _is_closed(sock: socket.socket) -> bool:
