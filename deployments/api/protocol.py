@@ -16,6 +16,7 @@ from engine.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 
 INT32_MAX = (1 << 31) - 1
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 
 
 def _check_text(text: str) -> str:
@@ -66,7 +67,7 @@ class GenerationRequest(BaseModel):
     min_p: Float | None = None
     seed: Int | None = None
     stop: Text | ListOf[Text] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: Bool | None = None
     ignore_eos: Bool | None = None
     frequency_penalty: Float | None = None

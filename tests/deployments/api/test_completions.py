@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from deployments.api.protocol import MAX_STOP_TOKEN_IDS
 from engine.request import GenerateRequest
 from tests.deployments.api.fake_fleet import BASE, BOS, FakeFleet, FakeTokenizer, delta, spell
 
@@ -152,6 +153,7 @@ async def test_logprobs_have_the_legacy_shape(fleet: FakeFleet) -> None:
         ({"seed": 1 << 63}, "seed"),
         ({"top_k": 1 << 31}, "top_k"),
         ({"logprobs": 21}, "logprobs"),
+        ({"stop_token_ids": [65] * (1 + MAX_STOP_TOKEN_IDS)}, "stop_token_ids"),  # all are copied on the way
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"65": 101}}, "logit_bias"),
         ({"logit_bias": {"999": 1}}, "logit_bias"),
