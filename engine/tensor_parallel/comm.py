@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous as find_store
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from kernels.peers.triton import PeerBuffers
 
 # of one tensor, so that NCCL copies nothing; PyTorch 2.13 has given them new names, and the old ones warn
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_TCP = "tcp://"
 
 Backend = Literal["nccl", "gloo"]
 PeerSets = tuple["PeerBuffers", "PeerBuffers"]
@@ -171,10 +172,9 @@ def leave() -> None:
 def join(rank: int, world: int, rendezvous: str, device: str) -> None:
     """Initialise the default process group; returns when all ranks have.
 
-    `rendezvous`: a file of theirs, or tcp://host:port, where the first one listens.
+    `rendezvous`: a file of theirs, or what `meet` returned.
     """
-    url = rendezvous if "://" in rendezvous else f"file://{rendezvous}"
-    store, _, _ = next(find_store(url, rank, world))
+    store = _open_store(rendezvous, world)
     store.set_timeout(default_pg_timeout)  # as init_process_group does with a store that it makes
     backend: Backend = "gloo"
     if device == "cuda":
@@ -182,6 +182,22 @@ def join(rank: int, world: int, rendezvous: str, device: str) -> None:
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
         backend = backend_for(tell_all(store, rank, world, str(gpu)))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def meet(host: str) -> tuple[Store, str]:
+    """For ranks of several hosts: where they meet, as long as it is kept, and what `join` takes."""
+    # on a port that the kernel picks: one that was free a moment ago may be taken by now
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return store, f"{_TCP}[{host}]:{store.port}" if ":" in host else f"{_TCP}{host}:{store.port}"
+
+
+def _open_store(rendezvous: str, world: int) -> Store:
+    if not rendezvous.startswith(_TCP):
+        return FileStore(rendezvous, world)
+    url = urlsplit(rendezvous)
+    assert url.hostname is not None
+    assert url.port is not None
+    return TCPStore(url.hostname, url.port, world, wait_for_workers=False, timeout=default_pg_timeout)
 
 
 def backend_for(gpus: Sequence[str]) -> Backend:

@@ -30,10 +30,10 @@ from engine.plan import StepPlan
 from engine.runner.base import Runner, SampledToken
 from engine.sampling_params import SamplingParams
 from engine.tensor_parallel import messages
-from engine.tensor_parallel.comm import leave
+from engine.tensor_parallel.comm import leave, meet
 from engine.tensor_parallel.messages import Kind
 from engine.tensor_parallel.plan_wire import PlanEncoder
-from engine.tensor_parallel.seats import Child, Seat, accept_guests, free_address
+from engine.tensor_parallel.seats import Child, Seat, accept_guests
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,8 @@ class Group:
             self.rendezvous = f"{self._directory.name}/rendezvous"
         else:
             seats = accept_guests(config.rank_address, num_ranks)
-            host = config.rank_address.rpartition(":")[0]
-            self.rendezvous = f"tcp://{free_address(host)}"
+            host = config.rank_address.rpartition(":")[0].strip("[]")
+            self._store, self.rendezvous = meet(host)
         self._busy_since: float | None = None
         self._timeout_s = config.step_timeout_s
         self._numbers = itertools.count()
