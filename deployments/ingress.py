@@ -9,6 +9,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import RayServeException
 
 from deployments import tracing
 from deployments.api.build import build_api
@@ -19,6 +21,8 @@ from deployments.fleet_service import FleetService
 from engine.heap import keep_what_is_there
 from engine.tokenizer import Tokenizer
 from router.residency_router import BASE_ID
+
+LOOK_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class IngressDeployment:
         """`engine`, `catalog`: deployment handles. Returns when an engine replica is ready."""
         self._settings = settings
         self._tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, settings.model)
-        facts = await engine.options(method_name="facts", multiplexed_model_id=BASE_ID).remote()
+        facts = await _facts(engine)
         self._service = FleetService(
             engine, settings.model_names[0], facts["max_model_len"], settings.load_timeout_s
         )
@@ -59,3 +63,19 @@ class IngressDeployment:
             allowed_uri_prefixes=self._settings.allowed_uri_prefixes,
         )
         return build_api(self._service, self._catalog, self._tokenizer, settings, tracing.start(os.environ))
+
+
+async def _facts(engine: Any) -> dict[str, Any]:
+    """Waits for a replica for as long as it takes: weights may take minutes, a router waits for seconds.
+
+    Serve gives up a whole application in which a constructor has failed three times.
+    """
+    while True:
+        try:
+            facts: dict[str, Any] = await engine.options(
+                method_name="facts", multiplexed_model_id=BASE_ID
+            ).remote()
+        except (RayActorError, RayServeException):
+            await asyncio.sleep(LOOK_AGAIN_S)
+        else:
+            return facts
