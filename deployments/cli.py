@@ -19,7 +19,7 @@ _SERVE_FLAGS = (
     "tensor_parallel_size", "rank_placement", "allow_runtime_lora_updating", "allowed_lora_prefixes",
     "catalog_file",
 )  # fmt: skip
-_PATHS = ("model", "adapter_source", "lora_modules", "allowed_lora_prefixes")
+_PATHS = ("model", "adapter_source", "lora_modules")
 _ENGINE_FLAGS = {
     "dtype": str, "max_model_len": int, "pool_bytes": int, "num_pages": int, "gpu_memory_fraction": float,
     "max_num_seqs": int,
@@ -115,8 +115,14 @@ def app_values(options: argparse.Namespace) -> dict[str, Any]:
 def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     """The replicas have working directories of their own."""
     found = {name: _absolute(values[name]) for name in _PATHS if name in values}
+    # what follows need not be there yet
+    if isinstance(prefixes := values.get("allowed_lora_prefixes"), list):
+        found["allowed_lora_prefixes"] = [
+            os.path.abspath(one) if isinstance(one, str) and not one.startswith("s3://") else one
+            for one in prefixes
+        ]
     if isinstance(file := values.get("catalog_file"), str):
-        found["catalog_file"] = os.path.abspath(file)  # which need not be there yet
+        found["catalog_file"] = os.path.abspath(file)
     engine = values["engine"]
     if isinstance(engine, dict) and isinstance(folder := engine.get("disk_cache_dir"), str):
         found["engine"] = {**engine, "disk_cache_dir": os.path.abspath(folder)}
@@ -143,7 +149,10 @@ def _serve(options: argparse.Namespace) -> int:
     try:
         digests = load_api_keys(options.api_key, options.api_key_file, os.environ)
         os.environ.pop(API_KEY_ENV, None)  # no other process needs the keys
-        args = AppArgs(**{"api_key_digests": digests, **values})
+        in_file = values.get("api_key_digests", [])
+        if isinstance(in_file, list):  # else it is refused below, by its name
+            values["api_key_digests"] = [*in_file, *digests]
+        args = AppArgs.model_validate(values)
     except ValidationError as error:
         raise UsageError(_first_problem(error)) from error
     except (ValueError, OSError) as error:

@@ -117,12 +117,13 @@ def test_paths_that_are_still_to_be_made_become_absolute_too(
     (tmp_path / "adapters").mkdir()
     monkeypatch.chdir(tmp_path)
     flags = ["--catalog-file", "new/catalog.json", "--disk-cache-dir", "cache"]
-    prefixes = ["--allowed-lora-prefixes", "adapters", "s3://bucket/prefix"]
+    prefixes = ["--allowed-lora-prefixes", "adapters", "later", "s3://bucket/prefix"]
     assert cli.main(["serve", "--model", "org/m", *flags, *prefixes]) == 0
     ((args, _),) = started
     assert args.catalog_file == tmp_path / "new" / "catalog.json"
     assert args.engine["disk_cache_dir"] == str(tmp_path / "cache")
-    assert args.allowed_lora_prefixes == [str(tmp_path / "adapters"), "s3://bucket/prefix"]
+    local = [str(tmp_path / "adapters"), str(tmp_path / "later")]
+    assert args.allowed_lora_prefixes == [*local, "s3://bucket/prefix"]
 
 
 def test_names_without_a_value_in_the_file_are_not_given(started: Started, tmp_path: Path) -> None:
@@ -134,8 +135,12 @@ def test_names_without_a_value_in_the_file_are_not_given(started: Started, tmp_p
 
 
 @pytest.mark.parametrize(
-    "line", ["engine: 5", "lora_modules: [sql]", "adapter_source: 5", "catalog_file: [a]", "model: {a: b}"]
-)
+    "line",
+    [
+        "engine: 5", "lora_modules: [sql]", "adapter_source: 5", "catalog_file: [a]", "model: {a: b}",
+        "api_key_digests: 5", "allowed_lora_prefixes: 5", "7: a",
+    ],
+)  # fmt: skip
 def test_values_of_another_type_in_the_file_are_refused_by_name(
     started: Started, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
 ) -> None:
@@ -159,6 +164,19 @@ def test_keys_are_kept_as_digests_and_never_printed(
     printed = "".join(capsys.readouterr())
     assert "warning" not in printed
     assert not any(key in printed for key in ("one", "two", "from-env", "from-file"))
+
+
+@pytest.mark.parametrize("in_file", ["[]", f"['{'0' * 64}']"])
+def test_a_file_with_digests_of_its_own_closes_no_key_out(
+    started: Started, tmp_path: Path, in_file: str
+) -> None:
+    """Our examples hold an empty list: with one of them a server that was given a key would be open."""
+    config = tmp_path / "fleet.yaml"
+    config.write_text(f"model: m\napi_key_digests: {in_file}\n")
+    assert cli.main(["serve", "--config", str(config), "--api-key", "one"]) == 0
+    ((args, _),) = started
+    assert args.api_key_digests[-1] == digest_key("one")
+    assert len(args.api_key_digests) == (1 if in_file == "[]" else 2)
 
 
 def test_an_open_server_is_warned_about(started: Started, capsys: pytest.CaptureFixture[str]) -> None:
