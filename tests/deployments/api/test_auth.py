@@ -36,6 +36,14 @@ async def test_health_needs_none(fleet: FakeFleet) -> None:
 
 
 @pytest.mark.anyio
+async def test_a_key_need_not_be_ascii(fleet: FakeFleet) -> None:
+    """Clients send UTF-8, whose last byte here is a blank to who takes it for Latin-1."""
+    async with fleet.client(api_key_digests=(digest_key("voilà"),)) as client:
+        headers = {b"authorization": "Bearer voilà".encode()}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("header", ["Bearer first", "Bearer second", "bearer  second "])
 async def test_each_key_opens(fleet: FakeFleet, header: str) -> None:
     async with fleet.client(api_key_digests=DIGESTS) as client:
