@@ -15,6 +15,7 @@ def test_it_listens_on_this_machine_only_and_says_where() -> None:
     assert Listen().host == "127.0.0.1"
     assert Listen(port=9).url == "http://127.0.0.1:9"
     assert Listen(host="0.0.0.0", port=9).url == "http://127.0.0.1:9"
+    assert Listen(host="::1", port=9).url == "http://[::1]:9"
 
 
 def test_haproxy_is_not_chosen_for_a_server_of_this_machine() -> None:
