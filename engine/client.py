@@ -281,7 +281,7 @@ async def _read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
 async def _read_facts(reader: asyncio.StreamReader) -> EngineFacts:
     try:
         message = await _read_message(reader)
-    except EOFError:
+    except (EOFError, OSError):  # the latter if it had not read its configuration
         raise EngineDead("the engine process ended while it started") from None
     if "failed" in message:
         raise LorafleetError.from_dict(message["failed"])

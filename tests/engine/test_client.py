@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -337,6 +338,16 @@ def load_processes(parent: int) -> list[int]:
             if is_child and b"engine.adapters.load_process" in (path / "cmdline").read_bytes():
                 found.append(int(path.name))
     return found
+
+
+async def test_a_process_that_ends_at_once_is_told_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has not read its configuration, so its stream does not just end."""
+    monkeypatch.setattr(sys, "executable", "false")
+    client = EngineClient(config(tmp_path))
+    with pytest.raises(EngineDead):
+        await client.start()
 
 
 async def test_model_that_cannot_be_served_is_told_at_start(tmp_path: Path) -> None:
