@@ -172,9 +172,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def wait_for_stop() -> None:
-    """Returns on Ctrl-C or SIGTERM: the normal end of a server."""
-    # again, because Ray has put a handler there that aborts
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Returns on Ctrl-C, or SIGTERM where that does the same: the normal end of a server."""
     with contextlib.suppress(KeyboardInterrupt):
         signal.pause()
 

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -115,7 +116,9 @@ class Server:
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
             }
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(log_to_driver=False, logging_level=logging.WARNING, **cluster)
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put a handler there that aborts
         serve.start(http_options={"host": self._listen.host, "port": self._listen.port})
 
     def _deploy(self) -> None:

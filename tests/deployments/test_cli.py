@@ -81,7 +81,7 @@ def test_sigterm_ends_a_server_in_good_order(
         raise AssertionError("the signal went elsewhere")
 
     monkeypatch.setattr(signal, "pause", pause)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stands for Ray's
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         cli.wait_for_stop()
     finally:

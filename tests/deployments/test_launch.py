@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 
 import pytest
 
-from deployments.launch import Listen, StartFailed, environment
+from deployments.config import AppArgs
+from deployments.launch import Listen, Server, StartFailed, environment
 
 
 def test_it_listens_on_this_machine_only_and_says_where() -> None:
@@ -32,6 +34,23 @@ def test_a_taken_port_is_known_before_ray_starts() -> None:
         other.listen()
         with pytest.raises(StartFailed, match="cannot listen on"):
             Listen(port=other.getsockname()[1]).check_free()
+
+
+def test_sigterm_ends_a_server_that_starts_in_good_order_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's handler would abort, and leave processes behind; large weights take minutes."""
+
+    def init(**options: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stands for Ray's
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.serve.start", lambda **options: None)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        Server(AppArgs(model="m"), Listen())._start_ray()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_rays_ports_ask_for_a_fresh_token(monkeypatch: pytest.MonkeyPatch) -> None:
