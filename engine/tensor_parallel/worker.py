@@ -21,6 +21,7 @@ from typing import Any
 
 from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.image_reader import ImageReader, WantedImage
+from engine.adapters.manager import STALL_FACTOR
 from engine.adapters.page_file import raise_fd_limit
 from engine.adapters.reader_pool import start_readers
 from engine.building import BuiltRank, build_rank
@@ -48,7 +49,8 @@ class Worker:
         self._form: ImageFormat = built.form
         self._decoder = PlanDecoder()
         self._num_in_flight = 0
-        self._loads = ThreadPoolExecutor(num_loads, thread_name_prefix="adapter-load")
+        # as many as rank 0 has at once
+        self._loads = ThreadPoolExecutor(STALL_FACTOR * num_loads, thread_name_prefix="adapter-load")
         self._lock = threading.Lock()  # over what is below, and the sending side
         self._images: dict[int, AdapterImage] = {}
         self._reading: set[int] = set()  # numbers that rank 0 has not dropped
@@ -152,7 +154,7 @@ def serve(sock: socket.socket) -> None:
     raise_fd_limit()
     try:
         _, payload = messages.read(sock)
-    except EOFError:
+    except (EOFError, OSError):
         return  # rank 0 has failed, or turned us away
     settings, rank, rendezvous = json.loads(payload)
     config = EngineConfig(**settings)
@@ -167,11 +169,15 @@ def serve(sock: socket.socket) -> None:
         return
     keep_what_is_there()
     sock.sendall(messages.encode_json(Kind.READY, {"num_pages": built.geometry.num_pages}))
+    code = 1
     try:
         Worker(sock, built, config.max_parallel_loads, reader).run()
     except EOFError:
-        # threads may hang in a read; nothing of theirs needs to be finished
-        os._exit(0)
+        code = 0
+    except Exception:
+        logger.exception("rank %d cannot go on", rank)
+    # threads may hang in a read; nothing of theirs needs to be finished
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,8 +17,10 @@ import pytest
 
 from engine.adapters.image import AdapterImage
 from engine.adapters.image_reader import WantedImage
+from engine.adapters.manager import STALL_FACTOR
+from engine.config import EngineConfig
 from engine.errors import AdapterRefused, LorafleetError
-from engine.tensor_parallel import messages
+from engine.tensor_parallel import messages, worker
 from engine.tensor_parallel.messages import Kind
 from engine.tensor_parallel.worker import Worker
 from tests.engine.fakes import FakeRunner, image
@@ -113,3 +118,53 @@ def test_a_part_that_is_dropped_while_it_is_read_is_not_kept(rank: Rank) -> None
     rank.reader.results.put(image(3))
     assert rank.loaded() == [0, "digest-3", None]
     assert rank.num_held == 0
+
+
+def test_loads_that_stall_hold_back_no_other(rank: Rank) -> None:
+    """Rank 0 starts others meanwhile, and waits for their parts here."""
+    for number in range(STALL_FACTOR):
+        rank.send(Kind.LOAD, number, f"dir/{number}", "1")
+    for _ in range(STALL_FACTOR):
+        rank.reader.wanted.get(timeout=5)
+    for number in range(STALL_FACTOR):
+        rank.reader.results.put(image(number))
+    assert {rank.loaded()[0] for _ in range(STALL_FACTOR)} == set(range(STALL_FACTOR))
+    rank.end()
+
+
+def fail(*args: object) -> None:
+    raise RuntimeError("a step failed")
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+def test_a_rank_that_cannot_go_on_ends_at_once(is_reset: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a read hangs: its connection is reset, as by a rank 0 that is killed, or its step fails."""
+    reader, ends = Reader(), threading.Event()
+    runner = FakeRunner()
+    built = SimpleNamespace(runner=runner, form=None, geometry=SimpleNamespace(num_pages=60))
+    monkeypatch.setattr(runner, "finish", fail)
+    monkeypatch.setattr(worker, "build_rank", lambda *args: built)
+    monkeypatch.setattr(worker, "start_readers", lambda config: reader)
+    monkeypatch.setattr(os, "_exit", lambda code: ends.set())
+    monkeypatch.setattr(worker, "keep_what_is_there", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname())
+        sock, _ = server.accept()
+    thread = threading.Thread(target=worker.serve, args=(theirs,))
+    thread.start()
+    with sock:
+        config = asdict(EngineConfig("base", tensor_parallel_size=2))
+        sock.sendall(messages.encode_json(Kind.CONFIG, [config, 1, "rendezvous"]))
+        assert messages.read(sock)[0] is Kind.READY
+        sock.sendall(messages.encode_json(Kind.LOAD, [0, "dir/a", "1"]))
+        reader.wanted.get(timeout=10)
+        if is_reset:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        else:
+            sock.sendall(messages.encode_json(Kind.FINISH, [0]))
+        has_ended = ends.wait(timeout=3)
+        reader.results.put(image(0))
+        thread.join(timeout=10)
+    theirs.close()
+    assert has_ended
