@@ -111,7 +111,7 @@ class EngineReplica:
     async def generate(self, request: dict[str, Any], route: str) -> AsyncGenerator[bytes, None]:
         """`route`: why the router chose this replica. Closing the stream aborts the request."""
         adapter = request["adapter"]["name"] if request["adapter"] else BASE
-        times = RequestTimes(time.monotonic())
+        times = RequestTimes(time.monotonic(), unfinished=request["params"]["n"])
         self._books.arrived(adapter, route, times.arrived)
         code = None
         try:

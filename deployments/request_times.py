@@ -32,10 +32,11 @@ def placed(deltas: Sequence[OutputDelta], replica: str, route: str, epoch: float
 @dataclass(slots=True)
 class RequestTimes:
     arrived: float
+    unfinished: int = 1  # choices
     first: float | None = None  # when its first token came
     last: float = 0.0
     num_tokens: int = 0  # of its longest choice
-    finish_reason: str | None = None  # of the choice that ended last
+    finish_reason: str | None = None  # of the choice that ended last, once all have
 
     def saw(self, deltas: Sequence[OutputDelta], now: float) -> None:
         if self.first is None:
@@ -43,7 +44,9 @@ class RequestTimes:
         self.last = now
         for delta in deltas:
             self.num_tokens = max(self.num_tokens, delta.num_output_tokens)
-            self.finish_reason = delta.finish_reason or self.finish_reason
+            self.unfinished -= delta.finish_reason is not None
+            if not self.unfinished:
+                self.finish_reason = delta.finish_reason
 
     @property
     def seconds_per_token(self) -> float | None:

@@ -40,6 +40,16 @@ def test_one_token_has_no_time_a_token() -> None:
     assert times.seconds_per_token is None
 
 
+def test_a_request_has_ended_when_its_last_choice_has() -> None:
+    """Who leaves before that has aborted it, and its duration is nobody's."""
+    times = RequestTimes(arrived=10.0, unfinished=3)
+    times.saw([delta(1, "stop"), delta(1)], 11.0)
+    times.saw([delta(2, "stop")], 12.0)
+    assert times.finish_reason is None
+    times.saw([delta(3, "length")], 13.0)
+    assert times.finish_reason == "length"
+
+
 def test_milestones_leave_the_replica_on_everybodys_clock_and_say_where_they_were() -> None:
     first = replace(delta(1), milestones=Milestones(1.0, 2.0, 3.0, 4.0, "source"))
     told, untouched = placed([first, delta(2)], "r1", "home", epoch=1000.0)
