@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from ray.serve.request_router import PendingRequest
@@ -50,6 +51,19 @@ def read_waiting(pending_request: PendingRequest) -> Waiting | None:
     """None where there is no adapter that a replica could be told of."""
     request, ref = read_request(pending_request), _body(pending_request).get("adapter")
     return Waiting(request, ref) if ref and request.adapter is not None else None
+
+
+def read_timeout_s(pending_request: PendingRequest) -> float:
+    """For its first token, of what is left."""
+    timeout_s = _body(pending_request).get("timeout_s")
+    return inf if timeout_s is None else timeout_s
+
+
+def take_time(pending_request: PendingRequest, seconds: float) -> None:
+    """They are gone before its replica hears of it. Modifies the request."""
+    body = _body(pending_request)
+    if body.get("timeout_s") is not None:
+        body["timeout_s"] -= seconds
 
 
 def _body(pending_request: PendingRequest) -> dict[str, Any]:

@@ -10,8 +10,8 @@ must exist on every node. Each handle has a router of its own; they share nothin
 Stats are read when they arrive, not when a request does. Choosing asks nobody: how many requests a replica
 has is known from its stats, from its answers, and from what was sent since; if it is full all the same, it
 rejects and says so. While requests wait in the router, adapters take turns; one that would wait for more than
-`max_wait_s` is refused at once. The replicas that they will go to are told (`router.hints`), so that their
-adapters are there before them.
+`max_wait_s`, or than its own `timeout_s`, is refused at once. The replicas that they will go to are told
+(`router.hints`), so that their adapters are there before them.
 
 Every call carries a multiplexed_model_id, the base model's being BASE_ID. A caller that passes `route=""`
 gets it replaced by the reason of the choice, so that the replica can count reasons.
@@ -30,7 +30,15 @@ from typing import Any
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from router.from_serve import BASE_ID, read_adapter, read_report, read_request, read_waiting
+from router.from_serve import (
+    BASE_ID,
+    read_adapter,
+    read_report,
+    read_request,
+    read_timeout_s,
+    read_waiting,
+    take_time,
+)
 from router.hint_calls import HintCalls
 from router.hints import Hint, Hints, Waiting
 from router.policy import (
@@ -137,7 +145,8 @@ class ResidencyRouter(RequestRouter):  # type: ignore[misc]
     ) -> RunningReplica:
         """Raises BackPressureError, or DeploymentUnavailableError, if it would wait too long, or did."""
         now = time.monotonic()
-        if self._would_wait_too_long(now):
+        max_wait_s = min(self._max_wait_s, read_timeout_s(pending_request))
+        if self._would_wait_too_long(max_wait_s, now):
             raise self._refusal()
         if not is_retry:
             self._policy.arrived(read_adapter(pending_request), now)
@@ -145,7 +154,7 @@ class ResidencyRouter(RequestRouter):  # type: ignore[misc]
             self._busy_since, self._num_ended = now, 0
         self._num_waiting += 1
         try:
-            async with asyncio.timeout(self._max_wait_s):
+            async with asyncio.timeout(max_wait_s):
                 if is_retry:  # it had its turn
                     return await self._wait_for_choice(pending_request, is_retry=True)
                 turn = await self._take_turn(pending_request)
@@ -157,6 +166,7 @@ class ResidencyRouter(RequestRouter):  # type: ignore[misc]
             raise self._refusal() from None
         finally:
             self._num_waiting -= 1
+            take_time(pending_request, time.monotonic() - now)
 
     async def _wait_for_choice(self, pending_request: PendingRequest, *, is_retry: bool) -> RunningReplica:
         try:
@@ -261,7 +271,7 @@ class ResidencyRouter(RequestRouter):  # type: ignore[misc]
             self._selected[replica_id] -= 1
         self._table.sent(replica_id, -1)
 
-    def _would_wait_too_long(self, now: float) -> bool:
+    def _would_wait_too_long(self, max_wait_s: float, now: float) -> bool:
         """By how fast requests of this router end while others wait. A burst is none the wiser at first.
 
         Nor are those who wait for the first replica of all: that nobody ends tells nothing of it.
@@ -269,7 +279,7 @@ class ResidencyRouter(RequestRouter):  # type: ignore[misc]
         busy_s = now - self._busy_since
         if self._table.num_free or not self._table.replicas or not self._num_waiting or busy_s < BURST_S:
             return False
-        return self._num_waiting * busy_s > self._max_wait_s * (self._num_ended + 1)
+        return self._num_waiting * busy_s > max_wait_s * (self._num_ended + 1)
 
     def _refusal(self) -> Exception:
         error: Exception = BackPressureError(self._num_waiting, self._num_waiting)

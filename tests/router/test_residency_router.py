@@ -325,6 +325,31 @@ def test_nobody_waits_longer_than_the_bound() -> None:
     run(main())
 
 
+def test_the_time_for_a_first_token_runs_while_a_request_waits_here() -> None:
+    """Its engine is told what is left of it, and would else wait for as long once more."""
+
+    async def main() -> None:
+        full = busy("full", "sql")
+        router = build(full)
+
+        def within(timeout_s: float) -> PendingRequest:
+            pending = request("sql")
+            pending.args = [{"prompt_token_ids": [1], "adapter": None, "timeout_s": timeout_s}]
+            return pending
+
+        with pytest.raises(BackPressureError):
+            await route(router, within(0.1))
+        patient = within(60.0)
+        call = asyncio.create_task(route(router, patient))
+        await asyncio.sleep(0.1)
+        full.routing_stats = {**full.routing_stats, "running": 1}
+        report(router, full)
+        assert await call == "full"
+        assert 50.0 < patient.args[0]["timeout_s"] <= 59.9
+
+    run(main())
+
+
 def test_a_fleet_of_none_is_unavailable_not_full() -> None:
     """A request that wakes a fleet waits for it, so long at most; 503 tells the client more than 429."""
 
