@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from engine.adapters.image import AdapterImage
 from engine.adapters.image_reader import ImageReader, WantedImage
@@ -28,8 +29,14 @@ def start_readers(config: EngineConfig) -> ImageReader:
     return readers[0] if num_readers == 1 else ReaderPool(readers)
 
 
+class PooledReader(ImageReader, Protocol):
+    @property
+    def is_resting(self) -> bool:
+        """For a while its loads fail at once."""
+
+
 class ReaderPool:
-    def __init__(self, readers: Sequence[ImageReader]) -> None:
+    def __init__(self, readers: Sequence[PooledReader]) -> None:
         self._readers = readers
         self._lock = threading.Lock()  # over what follows
         self._num_loads = [0] * len(readers)
@@ -37,7 +44,7 @@ class ReaderPool:
     def read(self, wanted: WantedImage) -> AdapterImage:
         """By the one that has least to do."""
         with self._lock:
-            chosen = self._num_loads.index(min(self._num_loads))
+            chosen = min(range(len(self._readers)), key=self._burden)
             self._num_loads[chosen] += 1
         try:
             return self._readers[chosen].read(wanted)
@@ -48,3 +55,6 @@ class ReaderPool:
     def close(self) -> None:
         with ThreadPoolExecutor(len(self._readers)) as executor:
             list(executor.map(lambda reader: reader.close(), self._readers))
+
+    def _burden(self, index: int) -> tuple[bool, int]:
+        return self._readers[index].is_resting, self._num_loads[index]

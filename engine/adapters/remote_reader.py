@@ -11,6 +11,7 @@ import logging
 import queue
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from engine.errors import LorafleetError, Unavailable
 from engine.wire import encode_frame, read_exactly, read_frame
 
 RETRY_AFTER_S = 5.0
+START_TIMEOUT_S = 60.0
 MAX_DELAY_S = 30.0  # before it is started once more
 CLOSE_TIMEOUT_S = 5.0  # to write what is pending to the disk cache
 _TICK_S = 0.2  # between two looks at which loads are still wanted
@@ -77,6 +79,11 @@ class LoadChild:
                 [sys.executable, "-m", "engine.adapters.load_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
             )
+        # also in the midst of what it says
+        seconds, part = divmod(config.heartbeat_timeout_s, 1)
+        self._sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(seconds), int(part * 1e6))
+        )
         self._send(encode_frame(asdict(config)))
         self._thread = threading.Thread(target=self._listen, name="adapter-listener", daemon=True)
         self._thread.start()
@@ -182,7 +189,8 @@ class LoadChild:
         for load in list(self._loads.values()):
             if load.wanted.is_over():
                 self._give_up(load, Unavailable("the load was given up"))
-        if self._is_ready and self._loads and time.monotonic() - self._heard > self._patience_s:
+        patience_s = self._patience_s if self._is_ready else START_TIMEOUT_S
+        if self._loads and time.monotonic() - self._heard > patience_s:
             logger.error("the process that reads adapters gives no sign of life: it is ended")
             self._process.kill()
 
@@ -234,6 +242,11 @@ class RemoteReader:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def is_resting(self) -> bool:
+        """Its process keeps ending, and for a while no other is started."""
+        return self._child.is_dead and time.monotonic() < self._not_before
 
     def read(self, wanted: WantedImage) -> AdapterImage:
         image = self._living_child().read(wanted)

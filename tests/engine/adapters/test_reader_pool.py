@@ -24,6 +24,8 @@ from tests.engine.adapters.test_remote_reader import assert_same
 class SlowReader:
     """Reads until it may end."""
 
+    is_resting = False
+
     def __init__(self) -> None:
         self.reading: list[str] = []
         self.may_end = threading.Event()
@@ -71,6 +73,19 @@ def test_the_idlest_one_reads() -> None:
     assert sorted(errors) == ["0", "1", "2", "3", "4", "5"]
     pool.close()
     assert all(reader.is_closed for reader in readers)
+
+
+def test_one_whose_process_keeps_ending_is_left_alone_while_others_can_read() -> None:
+    """It fails its loads at once, and so always looked like the idlest."""
+    readers = [SlowReader() for _ in range(3)]
+    pool = ReaderPool(readers)
+    for reader in readers:
+        reader.may_end.set()
+    for num_resting, expected in ((1, 1), (2, 2), (3, 0)):
+        readers[num_resting - 1].is_resting = True
+        with pytest.raises(Unavailable):
+            pool.read(WantedImage("a", None, FORMAT))
+        assert readers[expected].reading == ["a"]
 
 
 def test_processes_share_one_arena(tmp_path: Path) -> None:

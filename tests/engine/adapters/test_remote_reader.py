@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.adapters import remote_reader
 from engine.adapters.host_memory import HostArena
 from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.image_reader import WantedImage
@@ -30,6 +31,7 @@ from engine.config import EngineConfig
 from engine.errors import AdapterRefused, InvalidRequest, LorafleetError, Unavailable
 from engine.request import AdapterRef
 from engine.shape import PROJECTIONS
+from engine.wire import encode_frame
 from tests.engine.adapters import fault_proxy, reading_process
 from tests.engine.adapters.adapter_dirs import (
     FORMAT,
@@ -376,6 +378,7 @@ def test_a_process_that_keeps_ending_is_not_started_all_the_time(
     assert len(pids) <= 3
     assert all(error.retry_after_s is not None for error in errors)
     assert "keeps ending" in errors[-1].message
+    assert fleet.reader.is_resting
     monkeypatch.undo()
 
     def is_well() -> bool:
@@ -383,6 +386,31 @@ def test_a_process_that_keeps_ending_is_not_started_all_the_time(
         return read.done.wait(WAIT_S) and read.error is None
 
     until(is_well)
+    assert not fleet.reader.is_resting
+
+
+@pytest.mark.parametrize("said", [b"", encode_frame(["ready"]) + b"part"])
+def test_a_process_that_hangs_before_or_in_a_word_is_ended(
+    said: bytes,
+    make_fleet: Callable[..., Fleet],
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote_reader, "START_TIMEOUT_S", 1.5)
+    script = tmp_path / "hangs"
+    script.write_text(
+        f"#!{sys.executable}\nimport socket, sys, time\n"
+        f"sock = socket.socket(fileno=int(sys.argv[3]))\nsock.sendall({said!r})\ntime.sleep(100)\n"
+    )
+    script.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(script))
+        fleet = make_fleet(replace(CONFIG, heartbeat_timeout_s=1.5))
+    read = fleet.start(adapter)
+    assert read.done.wait(10.0)
+    assert isinstance(read.error, Unavailable)
+    assert_same(fleet.read(adapter), adapter)
 
 
 def test_ctrl_c_is_not_for_it_and_the_step_loop_goes_first(fleet: Fleet, adapter: Path) -> None:
