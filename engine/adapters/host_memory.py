@@ -116,8 +116,8 @@ class HostArena:
     def _new_slab(self) -> range:
         index = self._num_slabs
         self.file.grow(index + 1)
+        slab = self.file.slab(index)  # here, where nothing is lost if it cannot be mapped
         if self._device is not None:
-            slab = self.file.slab(index)
             # a thread begins on the first GPU, this rank may have another
             with torch.cuda.device(self._device):
                 _pin(slab)

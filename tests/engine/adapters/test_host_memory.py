@@ -6,9 +6,11 @@ import gc
 import random
 import threading
 
+import pytest
 import torch
 
 from engine.adapters.host_memory import HostArena, HostPages
+from engine.adapters.page_file import PageFile
 
 PAGE_ELEMS = 1 << 20  # 32 pages of 2 MiB a slab
 SLAB = 64 << 20
@@ -53,6 +55,22 @@ def test_mixed_sizes_leave_no_gaps() -> None:
         most = max(most, sum(map(len, held)))
         assert sum(map(len, held)) == len(set().union(*map(addresses, held)) if held else ())
     assert memory.num_bytes == -(-most * PAGE_ELEMS * 2 // SLAB) * SLAB
+
+
+def test_a_slab_that_cannot_be_mapped_loses_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where descriptors have run out, which each slab takes one of."""
+
+    def fail(*args: object) -> None:
+        raise OSError
+
+    memory = arena()
+    with monkeypatch.context() as patch:
+        patch.setattr(PageFile, "_slab", fail)
+        for _ in range(3):
+            with pytest.raises(OSError):
+                memory.take(20)
+    assert len(memory.take(32)) == 32
+    assert memory.num_bytes == SLAB
 
 
 def test_a_fresh_slab_is_one_span() -> None:
