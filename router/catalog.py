@@ -97,6 +97,7 @@ class Catalog:
         self._templates = Templates(read_template)
         self._listed_at = -float("inf")
         self._refresh_failures = 0
+        self._has_read = False  # source and state, once at least
         self._entries = self._merged()
         self._views = Views()
 
@@ -114,6 +115,9 @@ class Catalog:
         if errors and not self._refresh_failures:
             logger.warning("%s; what was known stays", "; ".join(errors))
         self._refresh_failures = self._refresh_failures + 1 if errors else 0
+        if not errors and not self._has_read:
+            self._has_read = True
+            self._views.renew()
         await self._publish()
 
     async def keep_up(self) -> None:
@@ -238,14 +242,17 @@ class Catalog:
         return list({**refs, **kept}.values())
 
     async def wait(self, view: str, epoch: str, version: int) -> Snapshot:
-        """The next state after the one that the view names as seen, or the same one after a while."""
+        """The next state after the one that the view names as seen, or the same one after a while.
+
+        Before source and state were read, what a view knows beside it from an earlier catalog stays.
+        """
         changed = await self._views.wait(view, epoch, version)
         names = self._entries.keys() if changed is None else changed & self._entries.keys()
         return Snapshot(
             self._views.epoch,
             self._views.version,
             self._state.kept,
-            is_whole=changed is None,
+            is_whole=changed is None and self._has_read,
             entries=tuple(self._entries[name] for name in sorted(names)),
             gone=() if changed is None else tuple(sorted(changed - self._entries.keys())),
         )

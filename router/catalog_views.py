@@ -31,6 +31,10 @@ class Views:
         self._changed = asyncio.Condition()
         self._views: dict[str, _View] = {}
 
+    def renew(self) -> None:
+        """Whoever asks next is told everything."""
+        self.epoch = uuid.uuid4().hex
+
     async def advance(self, names: Set[str]) -> None:
         """These have changed, come or gone."""
         self.version += 1
@@ -53,7 +57,7 @@ class Views:
             except TimeoutError:
                 pass
         missed = self.version - seen
-        if seen < 0 or missed > len(self._log):
+        if epoch != self.epoch or missed > len(self._log):
             return None
         return frozenset().union(*list(self._log)[len(self._log) - missed :])
 

@@ -15,7 +15,7 @@ from engine.errors import AdapterRefused, Conflict, ModelNotFound, Unavailable
 from engine.request import AdapterRef
 from router.catalog import Catalog
 from router.catalog_entry import Entry, Snapshot
-from tests.router.catalog_fakes import FakeFleet, FakeSource, build
+from tests.router.catalog_fakes import DOWN, FakeFleet, FakeSource, build
 
 
 class Link:
@@ -98,6 +98,32 @@ def test_a_known_name_resolves_without_a_call() -> None:
             assert record == AdapterRecord(AdapterRef("a", "src/a", "1"), "template of src/a", "a")
             assert "lookup" not in link.calls
             assert "template" not in link.calls
+
+    asyncio.run(main())
+
+
+def test_what_was_known_survives_a_catalog_that_restarts_while_its_source_is_down() -> None:
+    """FR-59, FR-64: the new one has read nothing yet. What is gone goes when it has."""
+
+    async def main() -> None:
+        source = FakeSource(a="1", b="1")
+        async with views(source) as (one, _, link, _):
+            await one.resolve("a")
+            source.failure = DOWN
+            link.catalog = build(source, named="src/b")
+            await link.catalog.refresh()
+
+            async def seen_again() -> None:
+                one._take(await link.wait("one", one._epoch, one._version))
+
+            await seen_again()
+            assert await names(one) == ["a", "b", "named"]
+            assert (await one.resolve("a")).ref.version == "1"
+            source.failure = None
+            del source.versions["a"]
+            await link.catalog.refresh()
+            await seen_again()
+            assert await names(one) == ["b", "named"]
 
     asyncio.run(main())
 

@@ -84,10 +84,12 @@ def test_a_view_is_told_what_has_changed_and_everything_if_it_missed_too_much(
     rng = random.Random(0)
 
     async def main() -> None:
-        source = FakeSource(a="1", b="1", c="1")
+        source = FakeSource()
         catalog = build(source)
+        await catalog.refresh()
         told: dict[int, Mapping[str, Entry]] = {0: {}}  # the whole state at each version
         first = await catalog.wait("v", "", 0)
+        source.versions.update(a="1", b="1", c="1")
         for _ in range(40):
             name = rng.choice("abcdef")
             if rng.random() < 0.4:
