@@ -34,7 +34,7 @@ from engine.errors import AccessDenied, InvalidRequest, ModelNotFound, Unavailab
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
-    from mypy_boto3_s3.type_defs import ListObjectsV2OutputTypeDef, ObjectTypeDef
+    from mypy_boto3_s3.type_defs import GetObjectOutputTypeDef, ListObjectsV2OutputTypeDef, ObjectTypeDef
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 10.0  # between two bytes
@@ -124,15 +124,24 @@ class S3Folder:
                 IfMatch=file.etag,
                 Range=f"bytes={offset}-{offset + len(view) - 1}",
             )
-        if response.get("ContentLength") != len(view):  # the server does not know ranges
-            raise Unavailable(f"{self._subject}: S3 answers with other bytes than were asked for")
         done = 0
         with closing(response["Body"]) as body, suppress(BotoCoreError, HTTPError, OSError):
+            self._check_answer(response, file, offset, len(view))
             # the stubs take a file where botocore takes a buffer
             while count := body.readinto(view[done : done + _STEP_BYTES]):  # type: ignore[arg-type]
                 done += count
                 check()
         return done
+
+    def _check_answer(
+        self, response: GetObjectOutputTypeDef, file: AdapterFile, offset: int, length: int
+    ) -> None:
+        """Some servers and proxies know no conditions or no ranges."""
+        if _bare(response.get("ETag", file.etag)) != _bare(file.etag):
+            raise SourceChanged
+        is_there = response.get("ContentRange", "bytes 0-").startswith(f"bytes {offset}-")
+        if not is_there or response.get("ContentLength") != length:
+            raise Unavailable(f"{self._subject}: S3 answers with other bytes than were asked for")
 
 
 class ConditionsUnsupported(Exception):
@@ -222,6 +231,11 @@ def _as_file(name: str, entry: ObjectTypeDef) -> AdapterFile:
     return AdapterFile(name, entry["Size"], entry["ETag"])
 
 
+def _bare(etag: str) -> str:
+    """Without what proxies and servers add or leave out."""
+    return etag.removeprefix("W/").strip('"')
+
+
 def _client() -> S3Client:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return _make_client(endpoint, CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
@@ -266,7 +280,7 @@ def _mapped(subject: str) -> Iterator[None]:
 def _from_status(subject: str, status: int, code: str) -> Exception:
     if status == 404:
         return ModelNotFound(f"{subject} is not there ({code})")
-    if status == 412:
+    if status in (412, 416):  # 416: it has become shorter
         return SourceChanged()
     if status == 429 or status >= 500:
         return Unavailable(f"{subject}: S3 answers {code}", retry_after_s=RETRY_AFTER_S)

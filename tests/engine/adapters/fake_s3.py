@@ -19,6 +19,7 @@ class FakeS3(Faults):
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)  # keys got, and prefixes listed
     page_size: int = 1000
+    knows_conditions: bool = True  # else If-Match is ignored
 
     def etag(self, key: str) -> str:
         return f'"{zlib.crc32(self.objects[key]):08x}"'
@@ -28,6 +29,7 @@ class FakeS3(Faults):
         self.objects.clear()
         self.requests.clear()
         self.page_size = 1000
+        self.knows_conditions = True
 
     @property
     def keys_got(self) -> list[str]:
@@ -90,13 +92,18 @@ class _Handler(FaultyHandler):
             self.s3.objects[key] = fault.content
         if key not in self.s3.objects:
             return self.error(404, "NoSuchKey")
-        if self.headers.get("If-Match", self.s3.etag(key)) != self.s3.etag(key):
+        is_match = self.headers.get("If-Match", self.s3.etag(key)) == self.s3.etag(key)
+        if self.s3.knows_conditions and not is_match:
             return self.error(412, "PreconditionFailed")
         content = self.s3.objects[key]
-        first, last = self.headers["Range"].removeprefix("bytes=").split("-")
-        body = content if fault and fault.kind == "whole" else content[int(first) : int(last) + 1]
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        if first >= len(content):
+            return self.error(416, "InvalidRange")
+        if fault and fault.kind == "start":
+            first, last = 0, last - first
+        body = content if fault and fault.kind == "whole" else content[first : last + 1]
         headers = {
             "ETag": self.s3.etag(key),
-            "Content-Range": f"bytes {first}-{int(first) + len(body) - 1}/{len(content)}",
+            "Content-Range": f"bytes {first}-{first + len(body) - 1}/{len(content)}",
         }
         return self.answer(206, body, headers, fault)

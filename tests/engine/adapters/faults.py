@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-FaultKind = Literal["status", "late", "cut", "reset", "stall", "slow", "flip", "change", "whole"]
-"""change: another content is put there before the answer; whole: the range that was asked for is ignored."""
+FaultKind = Literal["status", "late", "cut", "reset", "stall", "slow", "flip", "change", "whole", "start"]
+"""change: another content is put there before the answer; whole: the range that was asked for is ignored;
+start: as many bytes as were asked for, but the first ones."""
 
 
 @dataclass
@@ -91,7 +92,7 @@ class FaultyHandler(BaseHTTPRequestHandler):
         for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if fault is None or kind in ("late", "change", "whole"):
+        if fault is None or kind in ("late", "change", "whole", "start"):
             self.wfile.write(body)
         elif kind == "flip":
             position = min(fault.keep, len(body) - 1)

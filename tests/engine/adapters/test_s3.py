@@ -17,7 +17,14 @@ from engine.adapters.reader import MIN_CHUNK_BYTES
 from engine.adapters.s3 import S3Source
 from engine.adapters.source import describe, open_reader, open_source, read_adapter_files
 from engine.config import EngineConfig
-from engine.errors import AccessDenied, InvalidRequest, LorafleetError, ModelNotFound, Unavailable
+from engine.errors import (
+    AccessDenied,
+    AdapterRefused,
+    InvalidRequest,
+    LorafleetError,
+    ModelNotFound,
+    Unavailable,
+)
 from engine.request import AdapterRef
 from tests.engine.adapters.adapter_dirs import (
     BASE_T,
@@ -219,6 +226,14 @@ def test_a_server_that_ignores_ranges_is_not_believed(fake: FakeS3) -> None:
         load(URI)
 
 
+def test_a_server_that_answers_with_another_range_is_not_believed(fake: FakeS3) -> None:
+    weights = fake.objects[WEIGHTS]
+    fake.fail("cut", WEIGHTS, times=1, keep=len(weights) // 2)
+    fake.fail("start", WEIGHTS)
+    with pytest.raises(Unavailable):
+        load(URI)
+
+
 def test_a_slow_down_is_retried(fake: FakeS3) -> None:
     """FR-64."""
     fake.fail("status", WEIGHTS, times=2)
@@ -314,6 +329,24 @@ def test_an_object_that_is_replaced_in_mid_download_is_read_from_the_top(
     name = tensor_name(1, "v_proj", "B")
     assert torch.equal(unpack(image, BASE_T, 1, "v_proj")["B"], new[name])
     assert fake.keys_got.count(WEIGHTS) == 3
+
+
+@pytest.mark.parametrize("size", [None, 50])
+def test_a_server_that_ignores_conditions_mixes_no_versions(
+    size: int | None, fake: FakeS3, tmp_path: Path
+) -> None:
+    """FR-22, FR-63: also where the new object is shorter than what was read of the old one."""
+    new = {name: tensor * 2 for name, tensor in lora_tensors().items()}
+    path = write_adapter(tmp_path / "new", new)
+    content = (path / "adapter_model.safetensors").read_bytes()
+    fake.knows_conditions = False
+    fake.fail("cut", WEIGHTS, times=1, keep=len(content) - 100)
+    fake.fail("change", WEIGHTS, times=1, content=content[:size])
+    if size is None:
+        assert load(URI).digest == load(str(path)).digest
+    else:
+        with pytest.raises(AdapterRefused):
+            load(URI)
 
 
 def test_an_object_that_keeps_changing_is_a_503(fake: FakeS3) -> None:
