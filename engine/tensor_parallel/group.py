@@ -245,7 +245,8 @@ class GroupRunner:
     def start(
         self, request_id: str, params: SamplingParams, seed: int, prompt_token_ids: tuple[int, ...]
     ) -> None:
-        number = self._requests[request_id] = next(self._numbers)
+        # plans hold int32; none lives through as many others
+        number = self._requests[request_id] = next(self._numbers) % (1 << 31)
         # only penalties look at the prompt
         prompt = prompt_token_ids if params.penalizes else ()
         self._group.send(messages.encode_json(Kind.START, [number, params.to_dict(), seed, prompt]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import threading
@@ -98,9 +99,12 @@ def _nothing() -> None: ...
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("seed", range(5))
-def test_all_ranks_make_the_same_calls(seed: int, max_in_flight: int) -> None:
+@pytest.mark.parametrize("num_before", [0, (1 << 31) - 10])
+def test_all_ranks_make_the_same_calls(seed: int, max_in_flight: int, num_before: int) -> None:
+    """Also after more requests than an int32 counts: a busy group has them in a few weeks."""
     rng = random.Random(seed)
     pair = Pair(max_in_flight)
+    pair.runner._numbers = itertools.count(num_before)
     harness = Harness(num_pages=30, max_in_flight=max_in_flight, max_num_batched_tokens=24)
     harness.core._runner = pair.runner
     harness.runner = pair.first
