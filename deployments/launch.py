@@ -130,9 +130,10 @@ class Server:
             serve.run(build(_share_cpus(self._args)), name=APP_NAME)
         except RuntimeError as error:
             application = serve.status().applications[APP_NAME]
-            messages = [deployment.message for deployment in application.deployments.values()]
+            # others may say that they start slowly: they wait for it
+            failed = [one for one in application.deployments.values() if one.status == "DEPLOY_FAILED"]
             # each is a traceback through Serve, the cause in its last line
-            causes = [message.strip().splitlines()[-1] for message in messages if message.strip()]
+            causes = [one.message.strip().splitlines()[-1] for one in failed if one.message.strip()]
             raise StartFailed("; ".join(causes) or str(error)) from error
 
     def __exit__(

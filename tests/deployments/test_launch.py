@@ -6,11 +6,13 @@ import os
 import signal
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
+from ray.serve.schema import DeploymentStatus
 
 from deployments.config import AppArgs
-from deployments.launch import Listen, Server, StartFailed, environment
+from deployments.launch import APP_NAME, Listen, Server, StartFailed, environment
 
 
 def test_it_listens_on_this_machine_only_and_says_where() -> None:
@@ -51,6 +53,31 @@ def test_sigterm_ends_a_server_that_starts_in_good_order_too(monkeypatch: pytest
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_server_that_cannot_start_tells_the_cause_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Deploying app failed")
+
+    def deployment(status: str, message: str) -> SimpleNamespace:
+        return SimpleNamespace(status=DeploymentStatus(status), message=message)
+
+    deployments = {
+        "engine": deployment("DEPLOY_FAILED", "Traceback:\n  x\nInvalidRequest: the pool is too small\n"),
+        "ingress": deployment("UPDATING", "It took long.\nThis may be caused by a slow __init__."),
+        "catalog": deployment("HEALTHY", ""),
+    }
+    status = SimpleNamespace(applications={APP_NAME: SimpleNamespace(deployments=deployments)})
+    monkeypatch.setattr("deployments.app.build", lambda args: None)
+    monkeypatch.setattr("ray.serve.run", fail)
+    monkeypatch.setattr("ray.serve.status", lambda: status)
+    server = Server(AppArgs(model="m"), Listen())
+    with pytest.raises(StartFailed) as refused:
+        server._deploy()
+    assert str(refused.value) == "InvalidRequest: the pool is too small"
+    deployments.pop("engine")
+    with pytest.raises(StartFailed, match="Deploying app failed"):
+        server._deploy()
 
 
 def test_rays_ports_ask_for_a_fresh_token(monkeypatch: pytest.MonkeyPatch) -> None:
