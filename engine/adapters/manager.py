@@ -73,6 +73,7 @@ class AdapterManager:
         self._images: dict[str, AdapterImage] = {}  # by digest: cached or parked
         self._parked: list[str] = []
         self._digests: dict[Version, str] = {}  # of versions read before
+        self._versions: dict[str, list[Version]] = {}  # the other way round
         self._refs: dict[str, AdapterRef] = {}  # digest -> where to read it again, while it is in use
         self._names: dict[str, str] = {}  # name -> digest of its newest version
         self._names_of: dict[str, set[str]] = {}  # the other way round
@@ -108,8 +109,7 @@ class AdapterManager:
 
     def refs_of(self, name: str) -> list[AdapterRef]:
         """What it means, as it may be asked for."""
-        meant = self._names.get(name)
-        return [AdapterRef(name, *version) for version, digest in self._digests.items() if digest == meant]
+        return [AdapterRef(name, *version) for version in self._versions.get(self._names.get(name, ""), ())]
 
     @property
     def loading_names(self) -> Set[str]:
@@ -237,6 +237,8 @@ class AdapterManager:
     def check_invariants(self) -> None:
         self.cache.check_invariants()
         assert set(self._digests.values()) <= set(self._refs)
+        read = [(version, digest) for digest, versions in self._versions.items() for version in versions]
+        assert sorted(read) == sorted(self._digests.items())
         pairs = {(name, digest) for digest, names in self._names_of.items() for name in names}
         assert pairs == set(self._names.items())
         assert set(self._images) == set(self.cache.digests) | set(self._parked)
@@ -265,13 +267,21 @@ class AdapterManager:
 
     def _remember(self, version: Version, digest: str) -> None:
         """A file that is written again with the same bytes is a new version each time: keep the last one."""
-        same = [v for v, d in self._digests.items() if v.uri == version.uri and d == digest]
-        for old in same:
-            del self._digests[old]
+        for old in (version, *(v for v in self._versions.get(digest, ()) if v.uri == version.uri)):
+            self._forget_version(old)
         self._digests[version] = digest
+        self._versions.setdefault(digest, []).append(version)
+
+    def _forget_version(self, version: Version) -> None:
+        digest = self._digests.pop(version, None)
+        if digest is not None:
+            self._versions[digest].remove(version)
+            if not self._versions[digest]:
+                del self._versions[digest]
 
     def _forget_versions(self, digest: str) -> None:
-        self._digests = {v: d for v, d in self._digests.items() if d != digest}
+        for version in self._versions.pop(digest, ()):
+            del self._digests[version]
 
     def _worth(self, digest: str) -> float:
         assert self._image_worth is not None

@@ -61,7 +61,7 @@ class Harness:
 
     @property
     def num_remembered(self) -> int:
-        return len(self.manager._refs) + len(self.manager._digests)
+        return len(self.manager._refs) + len(self.manager._digests) + len(self.manager._versions)
 
 
 def ref(name: str, version: str = "1") -> AdapterRef:
