@@ -77,6 +77,7 @@ class ResidencyRouter(RequestRouter):  # type: ignore[misc]
         self._num_waiting = 0
         self._busy_since = 0.0  # when somebody began to wait, and somebody did ever since
         self._num_ended = 0  # requests, since then
+        self._num_broadcasts = 0  # calls of broadcasts that have not ended
         self._turns: Turns[_Turn] = Turns()
         self._look: asyncio.TimerHandle | None = None  # at who waits, once more
         self._entering: set[object] = set()  # let in since the last look, without a replica yet
@@ -109,11 +110,15 @@ class ResidencyRouter(RequestRouter):  # type: ignore[misc]
         if self._selected[replica_id.unique_id]:
             self._selected[replica_id.unique_id] -= 1
         else:
+            self._num_broadcasts += 1
             self._table.sent(replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         super().on_request_completed(replica_id, internal_request_id)
-        self._num_ended += 1
+        if self._num_broadcasts:  # which call it was is not told, and these are short
+            self._num_broadcasts -= 1
+        else:
+            self._num_ended += 1
         self._table.sent(replica_id.unique_id, -1)
         if self._turns:  # this may be another thread
             self._event_loop.call_soon_threadsafe(self._let_in)

@@ -315,6 +315,25 @@ def test_a_full_fleet_refuses_at_once_what_would_wait_too_long() -> None:
     run(main())
 
 
+def test_broadcasts_do_not_make_the_fleet_look_fast() -> None:
+    """Each probe and each scrape asks every replica, and a call of theirs is no request that has ended."""
+
+    async def main() -> None:
+        full = busy("full", "sql", running=3)
+        router = build(full)
+        waiting = asyncio.create_task(route(router, request("sql")))
+        await asyncio.sleep(0.01)
+        router.on_send_request(full.replica_id)
+        finish(router, full)
+        assert router._num_ended == 0
+        finish(router, full)
+        assert router._num_ended == 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    run(main())
+
+
 def test_nobody_waits_longer_than_the_bound() -> None:
     async def main() -> None:
         router = build(busy("full", "sql"))
