@@ -35,6 +35,7 @@ class Dashboard:
         self._lock = asyncio.Lock()
         self._replicas: list[dict[str, Any]] = []
         self._asked = float("-inf")
+        self._at_s = 0.0  # when that was, on a clock that several ingress replicas share
 
     def add_to(self, app: FastAPI) -> None:
         app.get("/dashboard", include_in_schema=False)(self.page)
@@ -54,11 +55,11 @@ class Dashboard:
         async with self._lock:
             if time.monotonic() - self._asked > FRESH_S:
                 self._replicas = (await self._service.stats())["replicas"]
-                self._asked = time.monotonic()
-            replicas, asked = self._replicas, self._asked
+                self._asked, self._at_s = time.monotonic(), time.time()
+            replicas, at_s = self._replicas, self._at_s
         # thousands of adapters take milliseconds, in which no stream of this process would move
         found = await asyncio.to_thread(overview, replicas, Query(search, sort, page))
-        return {"model": self._service.model_name, "at_s": asked, **found}
+        return {"model": self._service.model_name, "at_s": at_s, **found}
 
 
 def _sends(name: str) -> Any:

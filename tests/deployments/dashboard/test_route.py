@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any, get_args
 
 import pytest
@@ -80,6 +81,13 @@ async def test_many_open_pages_ask_the_fleet_once(fleet: FakeFleet, monkeypatch:
         for _ in range(5):
             await client.get("/dashboard/data")
     assert asked == 1
+
+
+async def test_answers_of_several_ingress_replicas_are_on_one_clock(fleet: FakeFleet) -> None:
+    """The page makes rates of two answers, which a balancer may have fetched from two machines."""
+    async with fleet.client() as client:
+        answer = (await client.get("/dashboard/data")).json()
+    assert abs(answer["at_s"] - time.time()) < 60.0
 
 
 def test_orders_are_the_same_in_all_places() -> None:
