@@ -23,6 +23,8 @@ Policy = Literal["score", "lru"]
 MAX_REMEMBERED = 1 << 14
 """Adapters whose uses are remembered, resident or not."""
 
+_LEAST_USES = 2.0**-1000  # above 0: of uses a day ago nothing is left that a float can tell
+
 NEVER_USED = 4.0
 """So many half lives older than one that was used once is an adapter copied ahead of its first use."""
 
@@ -84,7 +86,8 @@ class EvictionOrder:
             if len(self._uses) > MAX_REMEMBERED:
                 self._uses.popitem(last=False)
             return
-        uses.count = count + uses.count * 0.5 ** ((now - uses.last_used) / self._half_life_s)
+        faded = uses.count * 0.5 ** ((now - uses.last_used) / self._half_life_s)
+        uses.count = max(count + faded, _LEAST_USES)
         uses.last_used = now
         uses.was_used = uses.was_used or count > 0.0
         self._uses.move_to_end(digest)

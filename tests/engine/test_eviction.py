@@ -66,6 +66,21 @@ def test_a_load_is_no_use_but_what_is_new_counts_as_used_once() -> None:
     assert order.resident_adapter("new", 3) == pytest.approx(order.resident_adapter("used", 3))
 
 
+@pytest.mark.parametrize("num_half_lives", [1000, 1080, 10**6])
+def test_what_was_last_used_days_ago_can_be_loaded(num_half_lives: int) -> None:
+    """Its uses fade below all that a float can tell."""
+    order = make()
+    order.used("a", 0.0)
+    before = order.host_image("a", 1)
+    now = num_half_lives * HALF_LIFE_S
+    order.used("a", now, count=0.0)
+    order.expected("a", now)
+    order.used("b", now - 900 * HALF_LIFE_S)
+    assert before <= order.host_image("a", 1) < order.host_image("b", 1)
+    order.used("a", now)
+    assert order.resident_adapter("a", 1) > order.resident_adapter("b", 1)
+
+
 def test_by_lru_only_the_last_use_counts() -> None:
     order = make(policy="lru", in_host=())
     for _ in range(9):
