@@ -8,11 +8,12 @@ import uuid
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
 from deployments.service import AdapterRecord, CanaryRecord, CatalogFacts
-from engine.errors import Unavailable
+from engine.errors import LorafleetError, Unavailable
 from engine.request import AdapterRef
 from router.catalog_entry import Entry, Snapshot, refuse_while_loading, shared_name
 from router.catalog_upkeep import Status
@@ -68,9 +69,16 @@ class CatalogView:
         if entry is None:
             entry = Entry(await self._catalog.lookup(name), Status())
         refuse_while_loading(entry)
-        refs = entry.refs() if entry.refusal is None else ()
-        # those of this entry: what is remembered may be for a newer one by the time that all are here
-        return _record(entry, {ref: await self._template(ref) for ref in refs})
+        if entry.refusal is not None:
+            return _record(entry, {})
+        # those of this entry: what is remembered may be for a newer one by the time that both are here
+        templates = {entry.ref: await self._template(entry.ref)}
+        if entry.canary is not None:
+            try:
+                templates[entry.canary.ref] = await self._template(entry.canary.ref)
+            except LorafleetError:  # it leaves all requests to the version that can be had
+                entry = replace(entry, canary=None)
+        return _record(entry, templates)
 
     async def list(self, prefix: str, after: str, limit: int) -> list[AdapterRecord]:
         return [_record(self._entries[name], {}) for name in islice(self._names_from(prefix, after), limit)]

@@ -128,6 +128,27 @@ def test_what_was_known_survives_a_catalog_that_restarts_while_its_source_is_dow
     asyncio.run(main())
 
 
+def test_a_canary_whose_template_cannot_be_had_takes_no_request_with_it() -> None:
+    async def main() -> None:
+        async with views(FakeSource(a="1", b="1")) as (one, _, link, _):
+            await one.load_canary("a", "src/b", 0.5)
+            assert (await one.resolve("a")).canary is not None
+            one._templates.clear()
+            template = link.catalog.template
+
+            async def gone(ref: AdapterRef) -> str | None:
+                if ref.uri == "src/b":
+                    raise ModelNotFound("its files were deleted")
+                return await template(ref)
+
+            link.catalog.template = gone  # type: ignore[method-assign]
+            record = await one.resolve("a")
+            assert (record.ref.uri, record.canary) == ("src/a", None)
+            assert record.chat_template == "template of src/a"
+
+    asyncio.run(main())
+
+
 def test_the_place_that_clients_see_is_no_path_of_the_server() -> None:
     """FR-30."""
 
