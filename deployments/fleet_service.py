@@ -151,6 +151,9 @@ class FleetService(Replicas):
             if isinstance(error, BackPressureError):
                 raise Overloaded("all replicas are busy", retry_after_s=RETRY_AFTER_S) from error
             raise _no_replica() from error
+        except RayActorError:
+            if unfinished:  # else its answer is whole
+                raise
         finally:
             if unfinished:
                 _cancel(response)

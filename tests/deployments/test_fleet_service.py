@@ -200,6 +200,11 @@ def test_a_stream_that_just_stops_is_an_error() -> None:
     assert (seen, type(error)) == (["a"], EngineDead)
 
 
+@pytest.mark.parametrize("death", DIED)
+def test_a_replica_lost_after_the_last_token_has_answered(death: Exception) -> None:
+    assert play(Handle([FIRST, LAST, death])) == (["a", "b"], None)
+
+
 def test_every_choice_must_end() -> None:
     request = GenerateRequest("id", (1,), SamplingParams(n=2))
     both = encode_deltas([delta("b", "stop", 0), delta("c", "length", 1)])
