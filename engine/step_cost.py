@@ -13,6 +13,7 @@ from typing import NamedTuple
 FORGET = 0.995  # of the weight of what was seen before, each step
 RIDGE = 1e-4  # of the diagonal: features that never vary alone share their cost
 MIN_STEPS = 32
+_FORGOTTEN = 1e-100  # a feature's weighted square: it has not been seen for 50,000 steps
 
 
 class StepWork(NamedTuple):
@@ -35,6 +36,7 @@ class StepCostFit:
         self._num_steps = 0
         self._products = [[0.0] * 4 for _ in range(4)]  # weighted sums of x xᵀ, upper half
         self._targets = [0.0] * 4  # weighted sums of x · seconds
+        self._last = StepCost(0.0, 0.0, 0.0, 0.0)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         x = (1.0, *work)
@@ -46,15 +48,18 @@ class StepCostFit:
         self._num_steps += 1
 
     def cost(self) -> StepCost | None:
-        """None until enough steps were seen."""
+        """None until enough steps were seen. What is forgotten costs what it did when this was asked last."""
         if self._num_steps < MIN_STEPS:
             return None
-        features = [i for i in range(4) if self._products[i][i] > 0.0]
+        forgotten = [i for i in range(4) if self._products[i][i] < _FORGOTTEN]
+        features = [i for i in range(4) if i not in forgotten]
         while True:
             values = self._solve(features)
             worst = min(features, key=lambda i: values[i])
             if values[worst] >= 0.0:
-                return StepCost(*(values.get(i, 0.0) for i in range(4)))
+                values |= {i: self._last[i] for i in forgotten}
+                self._last = StepCost(*(values.get(i, 0.0) for i in range(4)))
+                return self._last
             features.remove(worst)
 
     def _solve(self, features: list[int]) -> dict[int, float]:

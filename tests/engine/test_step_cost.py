@@ -42,6 +42,23 @@ def test_what_was_true_before_is_forgotten() -> None:
     assert fit.cost() == pytest.approx(TRUE, rel=0.05)
 
 
+@pytest.mark.parametrize("with_prefill", [True, False])
+def test_what_has_not_been_seen_for_an_hour_costs_what_it_did(with_prefill: bool) -> None:
+    """Steps without adapters, or of decodes alone: what is known of others fades out of a float's range."""
+    rng, fit = Random(0), StepCostFit()
+    for _ in range(500):
+        work = some_work(rng)
+        fit.observe(work, seconds(work))
+    for step in range(160_000):
+        work = some_work(rng)._replace(lora_pages=0)
+        if not with_prefill:
+            work = work._replace(prefill_tokens=0)
+        fit.observe(work, seconds(work))
+        if step % 1000 == 0:
+            assert fit.cost() == pytest.approx(TRUE, rel=0.1)
+    assert fit.cost() == pytest.approx(TRUE, rel=0.1)
+
+
 def test_no_coefficient_is_negative() -> None:
     rng, fit = Random(1), StepCostFit()
     for _ in range(200):
