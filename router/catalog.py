@@ -375,10 +375,9 @@ class Catalog:
 
 
 async def _error_of(part: Awaitable[None]) -> Exception | None:
-    """ValueError: the state's file or object holds something else."""
     try:
         await part
-    except (LorafleetError, ValueError) as error:
+    except LorafleetError as error:
         return error
     return None
 

@@ -79,7 +79,7 @@ class Desired:
 
     @staticmethod
     def decode(content: bytes) -> Desired:
-        """Raises ValueError if it is not what `encode` has made."""
+        """Raises Unavailable if it is not what `encode` has made."""
         try:
             data = json.loads(content)
             loaded = {str(name): str(uri) for name, uri in data["loaded"].items()}
@@ -89,7 +89,7 @@ class Desired:
             }
             return Desired(loaded, frozenset(data["removed"]), canaries)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError("the catalog's file or object holds something else") from error
+            raise Unavailable("the catalog's file or object holds something else") from error
 
 
 class CatalogState:
@@ -107,7 +107,7 @@ class CatalogState:
         return self._store.kept if self._store is not None else "memory"
 
     async def refresh(self) -> None:
-        """Take what others have written. Raises ValueError if it is not ours, or what the store raises."""
+        """Take what others have written. Raises Unavailable if it is not ours, or what the store raises."""
         async with self._lock:
             if self._store is not None:
                 await self._read(self._store)

@@ -276,14 +276,15 @@ def test_without_a_store_it_is_kept_in_memory() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", '{"loaded": 3, "removed": []}', '{"loaded": {}}', "not json"])
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, text: str) -> None:
+    """With an error that reaches who loads an adapter: it tells what is wrong."""
     path = tmp_path / "catalog.json"
     path.write_text(text)
 
     async def main() -> None:
         state = CatalogState(FileStore(path))
-        with pytest.raises(ValueError, match="holds something else"):
+        with pytest.raises(Unavailable, match="holds something else"):
             await state.refresh()
-        with pytest.raises(ValueError, match="holds something else"):
+        with pytest.raises(Unavailable, match="holds something else"):
             await add(state, "x")
 
     asyncio.run(main())
