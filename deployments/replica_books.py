@@ -173,7 +173,7 @@ def routing_stats(stats: dict[str, Any], books: ReplicaBooks, now: float) -> dic
     # whatever is asked for and not there is on its way
     tiers["loading"] = (tiers["loading"] | books.in_use()) - tiers["hbm"]
     tiers["host"] -= tiers["loading"]
-    pages, tokens = stats.get("pages", {}), stats.get("tokens", {})
+    pages = stats.get("pages", {})
     grain = max(1, stats.get("max_num_seqs", 1) // 8)
     named = {tier: books.latest(names, MAX_NAMED[tier]) for tier, names in tiers.items()}
     cost = stats.get("step_cost")
@@ -181,18 +181,13 @@ def routing_stats(stats: dict[str, Any], books: ReplicaBooks, now: float) -> dic
         "resident": named["hbm"],
         "loading": named["loading"],
         "host": named["host"],
-        "num_resident": len(tiers["hbm"]),
-        "num_host": len(tiers["host"]),
         "running": _round_up(stats.get("running", 0), grain),
         "waiting": _round_up(stats.get("waiting", 0), grain),
         **_room(stats, tiers["hbm"], len(tiers["loading"]), books, now),
-        "free_pages": _coarse(pages.get("free", 0) + pages.get("prefix", 0)),
-        "queued_tokens": _coarse(tokens.get("queued", 0)),
-        "running_tokens": _coarse(tokens.get("running", 0)),
+        "queued_tokens": _coarse(stats.get("tokens", {}).get("queued", 0)),
         "lora_pages": _coarse(stats.get("lora_pages", 0)),
         "adapter_pages": _coarse(pages.get("adapters", 0) // max(1, len(tiers["hbm"]))),
         "step_cost": cost and [float(f"{value:.1e}") for value in cost],
-        "model": stats.get("model", ""),
     }
 
 
