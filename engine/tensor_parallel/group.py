@@ -219,6 +219,7 @@ class Group:
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline and self._busy_since is not None:
             time.sleep(_POLL_S)
+        self._directory.cleanup()
         self._on_end(failure)
 
 
@@ -262,8 +263,8 @@ class GroupRunner:
     def submit(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> None:
         adapters = {load.digest: self._group.number_of(images[load.digest]) for load in plan.loads}
         payload = self._encoder.encode(plan, self._requests, adapters)
+        self._group.enter_step()  # to send waits, too, for a rank that hangs
         self._group.send(messages.encode(Kind.STEP, payload))
-        self._group.enter_step()
         self._local.submit(plan, images)
         self._group.leave_step()
 

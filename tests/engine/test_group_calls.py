@@ -17,6 +17,7 @@ from engine.plan import ScheduledChunk, StepPlan
 from engine.runner.base import SampledToken
 from engine.sampling_params import SamplingParams
 from engine.tensor_parallel.group import Group, GroupRunner
+from engine.tensor_parallel.messages import Kind
 from engine.tensor_parallel.worker import Worker
 from tests.engine.fakes import FakeRunner, Harness
 
@@ -72,8 +73,9 @@ class Pair:
         ours, theirs = socket.socketpair()
         self.sock = ours
         self.first, self.second = Recorder(max_in_flight), Recorder(max_in_flight)
+        self.is_watched = False
         group = SimpleNamespace(
-            send=ours.sendall, enter_step=_nothing, leave_step=_nothing, number_of=lambda image: 0
+            send=self._send, enter_step=self._watch, leave_step=self._unwatch, number_of=lambda image: 0
         )
         self.runner = GroupRunner(self.first, cast("Group", group), with_freed_pages=True)
         built = SimpleNamespace(runner=self.second, form=None)
@@ -82,6 +84,17 @@ class Pair:
         self.worker._images = cast("dict[int, AdapterImage]", {0: SimpleNamespace(digest="0")})
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
+
+    def _send(self, frame: bytes) -> None:
+        """Plans are what may fill the stream to a rank that hangs."""
+        assert self.is_watched or frame[0] != Kind.STEP
+        self.sock.sendall(frame)
+
+    def _watch(self) -> None:
+        self.is_watched = True
+
+    def _unwatch(self) -> None:
+        self.is_watched = False
 
     def _run(self) -> None:
         with pytest.raises(EOFError):
@@ -92,9 +105,6 @@ class Pair:
         self.thread.join(timeout=10)
         assert not self.thread.is_alive()
         self.worker._sock.close()
-
-
-def _nothing() -> None: ...
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])

@@ -87,7 +87,10 @@ def test_a_guest_that_dies_or_hangs_ends_the_group_within_ten_seconds(
     base = make_llama(tmp_path / "base")
     with guests(address, 2) as (guest,):
         command = [sys.executable, "-m", "tests.engine.group_process", str(base), address]
-        group = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        files = tmp_path / "files"
+        files.mkdir()
+        environment = {**os.environ, "TMPDIR": str(files)}
+        group = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert group.stdout is not None
         assert group.stdout.readline() == "serving\n"
         os.kill(guest.pid, kind)
@@ -95,6 +98,7 @@ def test_a_guest_that_dies_or_hangs_ends_the_group_within_ten_seconds(
         group.communicate(timeout=30)
         assert group.returncode not in (0, None)
         assert time.monotonic() - began < 10
+        assert not any(files.glob("lorafleet-*"))
         guest.kill()  # who started it ends it if it hangs
 
 
