@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from engine.adapters.image import AdapterImage, ImageFormat
 from engine.adapters.image_reader import ImageReader, LocalReader, WantedImage
-from engine.adapters.manager import STALL_FACTOR
+from engine.adapters.manager import STALL_FACTOR, Version
 from engine.config import EngineConfig
 from engine.errors import AdapterRefused, LorafleetError, Unavailable
 from engine.request import AdapterRef
@@ -40,11 +40,6 @@ class LoadResult:
     seconds: float  # that the load took; 0 for a failure that is remembered
 
 
-class _Key(NamedTuple):
-    uri: str
-    version: str
-
-
 class _Failure(NamedTuple):
     error: LorafleetError
     until: float
@@ -52,7 +47,7 @@ class _Failure(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    key: _Key
+    key: Version
     refs: list[AdapterRef]  # those that asked for it; they differ in their names
     started: float = 0.0
     progressed: float = 0.0
@@ -78,9 +73,9 @@ class AdapterLoader:
         self._clock = clock
         self._lock = threading.Lock()  # over everything below
         self._queue: deque[_Load] = deque()
-        self._loads: dict[_Key, _Load] = {}  # queued and running
+        self._loads: dict[Version, _Load] = {}  # queued and running
         self._running: list[_Load] = []
-        self._failures: dict[_Key, _Failure] = {}
+        self._failures: dict[Version, _Failure] = {}
         self._is_watched = False  # while loads run
         self._threads: set[threading.Thread] = set()
         self._closed = threading.Event()
@@ -95,12 +90,12 @@ class AdapterLoader:
     def refuse(self, ref: AdapterRef, error: AdapterRefused) -> None:
         """What was read well turned out to be of no use: for a while, do not read that version again."""
         with self._lock:
-            self._remember(_Key(ref.uri, ref.version), error)
+            self._remember(Version(ref.uri, ref.version), error)
 
     def forget_failure(self, ref: AdapterRef) -> None:
         """The next load of that version is tried again, whatever was remembered of the last one."""
         with self._lock:
-            self._failures.pop(_Key(ref.uri, ref.version), None)
+            self._failures.pop(Version(ref.uri, ref.version), None)
 
     def close(self) -> None:
         """No result is handed over any more. Reads end soon, or are given up."""
@@ -118,7 +113,7 @@ class AdapterLoader:
 
     def _start_or_join(self, ref: AdapterRef) -> LorafleetError | None:
         """The failure if that is remembered: then nothing is read."""
-        key = _Key(ref.uri, ref.version)
+        key = Version(ref.uri, ref.version)
         if key in self._loads:
             if ref not in self._loads[key].refs:
                 self._loads[key].refs.append(ref)
@@ -193,7 +188,7 @@ class AdapterLoader:
             seconds = self._clock() - load.started
         self._hand_over([LoadResult(ref, _named(image, ref), error, seconds) for ref in load.refs])
 
-    def _remember(self, key: _Key, error: LorafleetError) -> None:
+    def _remember(self, key: Version, error: LorafleetError) -> None:
         now = self._clock()
         self._failures = {other: f for other, f in self._failures.items() if now < f.until}
         ttl = REFUSAL_TTL_S if isinstance(error, AdapterRefused) else FAILURE_TTL_S
