@@ -16,6 +16,7 @@ from deployments.wire import decode_chunk, from_answer
 from engine.errors import EngineDead, ModelNotFound, Overloaded, Unavailable
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 from engine.wire import encode_ref, encode_request
+from router.catalog import NO_REPLICA
 from router.residency_router import BASE_ID
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class Replicas:
                 # its public methods tell all answers or none: one replica that hangs would hide the others
                 sent = await response._fetch_replica_results_async()
         except (TimeoutError, RayServeException) as error:
-            raise _no_replica() from error
+            is_none = isinstance(error, DeploymentUnavailableError)
+            raise _no_replica(NO_REPLICA if is_none else None) from error
         return [_result(one, timeout_s) for one in sent]
 
 
@@ -193,5 +195,5 @@ def _answers(results: Sequence[Any]) -> list[dict[str, Any]]:
     return answers
 
 
-def _no_replica() -> Unavailable:
-    return Unavailable("no replica is available", retry_after_s=RETRY_AFTER_S)
+def _no_replica(code: str | None = None) -> Unavailable:
+    return Unavailable("no replica is available", code=code, retry_after_s=RETRY_AFTER_S)

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 REFRESH_S = 5.0
 UPKEEP_S = 0.5
 MAX_UPKEEPS = 8  # adapters looked at together
+NO_REPLICA = "no_replica"  # code of the error of a fleet that has none
 
 
 class Describe(Protocol):
@@ -62,7 +63,7 @@ class Fleet(Protocol):
     """The replicas."""
 
     async def load_adapter(self, ref: AdapterRef) -> Any:
-        """On all of them. Raises LorafleetError."""
+        """On all of them. Raises LorafleetError, with the code NO_REPLICA if there is none."""
 
     async def unload_adapter(self, name: str) -> None: ...
 
@@ -308,6 +309,9 @@ class Catalog:
         except AdapterRefused as error:
             self._upkeep.failed(name, uri, error.message, looked_at, time.monotonic(), is_refused=True)
         except LorafleetError as error:
+            if error.code == NO_REPLICA:  # whoever starts loads it himself
+                self._upkeep.put_off(name, uri, time.monotonic())
+                return
             self._upkeep.failed(name, uri, error.message, looked_at, time.monotonic())
             logger.warning("adapter %s: %s", name, error.message)
         else:

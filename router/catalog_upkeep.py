@@ -81,6 +81,11 @@ class Upkeep:
             book.reason = reason
             book.due = now + (FOLLOW_S if is_refused else retry_delay_s(book.failures))
 
+    def put_off(self, name: str, uri: str, now: float) -> None:
+        """Nobody could be asked. That is no failure."""
+        if (book := self._books.get(name)) and book.uri == uri:
+            book.due = now + RETRY_S
+
     def status(self, name: str) -> Status:
         book = self._books.get(name)
         if book is None:

@@ -27,6 +27,7 @@ from engine.errors import (
 )
 from engine.request import AdapterRef, GenerateRequest, OutputDelta
 from engine.sampling_params import SamplingParams
+from router.catalog import NO_REPLICA
 
 SQL = AdapterRef("sql", "s3://b/sql", "v1")
 REQUEST = GenerateRequest("id", (1, 2), SamplingParams(), SQL)
@@ -300,6 +301,15 @@ def test_without_a_live_replica_every_call_is_unavailable(
 ) -> None:
     with pytest.raises(Unavailable):
         asyncio.run(_await(call(service(Handle(answers=answers)))))
+
+
+@pytest.mark.parametrize(("answers", "is_none"), [(NO_DEPLOYMENT, True), ([ActorDiedError()], False)])
+def test_the_catalog_can_tell_a_fleet_of_none_from_one_that_does_not_answer(
+    answers: Any, is_none: bool
+) -> None:
+    with pytest.raises(Unavailable) as refused:
+        asyncio.run(service(Handle(answers=answers)).load_adapter(SQL))
+    assert (refused.value.code == NO_REPLICA) == is_none
 
 
 def test_metrics_cover_the_replicas_that_answer() -> None:

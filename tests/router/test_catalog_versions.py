@@ -16,6 +16,7 @@ from engine.errors import (
 from engine.request import AdapterRef
 from router import catalog as catalog_module
 from router import catalog_departures, catalog_upkeep
+from router.catalog import NO_REPLICA
 from router.catalog_entry import Canary
 from tests.router.catalog_fakes import DOWN, FakeFleet, FakeSource, build, names, run, states
 
@@ -105,6 +106,23 @@ def test_a_canary_of_a_name_that_is_unloaded_meanwhile_is_not_kept() -> None:
         with pytest.raises(ModelNotFound):
             await canary
         assert await catalog.preloaded() == []
+
+    run(main)
+
+
+def test_a_fleet_without_a_replica_fails_no_adapter() -> None:
+    """While the first ones start, or none is needed. Who starts loads them himself."""
+
+    async def main() -> None:
+        fleet = FakeFleet()
+        fleet.refusals["x"] = Unavailable("no replica is available", code=NO_REPLICA)
+        catalog = build(FakeSource(a="1"), fleet=fleet, x="src/a")
+        await catalog.refresh()
+        for _ in range(2):
+            await catalog.keep_up()
+            assert (await states(catalog))["x"] == ("pending", None)
+        assert len(fleet.asked) == 1  # not at once again
+        assert [ref.version for ref in await catalog.preloaded()] == ["1"]
 
     run(main)
 
