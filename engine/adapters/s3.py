@@ -222,7 +222,7 @@ def _list_page(**request: str) -> ListObjectsV2OutputTypeDef:
     for _ in range(MAX_LISTINGS):
         page = _client().list_objects_v2(**request)  # type: ignore[arg-type]
         # botocore takes an answer that broke off before its first byte for an empty listing
-        if "IsTruncated" in page:
+        if "IsTruncated" in page and (not page["IsTruncated"] or "NextContinuationToken" in page):
             return page
     raise ConnectionClosedError(endpoint_url="")
 

@@ -20,6 +20,7 @@ class FakeS3(Faults):
     requests: list[str] = field(default_factory=list)  # keys got, and prefixes listed
     page_size: int = 1000
     knows_conditions: bool = True  # else If-Match is ignored
+    tells_tokens: bool = True  # of the next page of a listing
 
     def etag(self, key: str) -> str:
         return f'"{zlib.crc32(self.objects[key]):08x}"'
@@ -29,7 +30,7 @@ class FakeS3(Faults):
         self.objects.clear()
         self.requests.clear()
         self.page_size = 1000
-        self.knows_conditions = True
+        self.knows_conditions = self.tells_tokens = True
 
     @property
     def keys_got(self) -> list[str]:
@@ -81,7 +82,8 @@ class _Handler(FaultyHandler):
             f"<ETag>{escape(self.s3.etag(key))}</ETag></Contents>"
             for key in page
         )
-        token = f"<NextContinuationToken>{start + self.s3.page_size}</NextContinuationToken>" if more else ""
+        token = f"<NextContinuationToken>{start + self.s3.page_size}</NextContinuationToken>"
+        token = token if more and self.s3.tells_tokens else ""
         truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>"
         body = f"<ListBucketResult>{truncated}{token}{contents}</ListBucketResult>"
         self.answer(200, body.encode(), fault=fault)

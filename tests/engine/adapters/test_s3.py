@@ -145,6 +145,14 @@ def test_a_new_object_is_a_new_version(fake: FakeS3) -> None:
     assert describe(URI).version != before
 
 
+def test_a_listing_without_a_way_to_its_rest_is_a_503(fake: FakeS3) -> None:
+    """As of servers that page as the first version of the call does."""
+    fake.page_size = 1
+    fake.tells_tokens = False
+    with pytest.raises(Unavailable):
+        describe(URI)
+
+
 @pytest.mark.parametrize("keep", [0, 50])
 def test_a_listing_that_breaks_off_is_not_taken_for_an_empty_one(keep: int, fake: FakeS3) -> None:
     """FR-64: a 404 would be believed."""
