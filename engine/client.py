@@ -180,7 +180,8 @@ class EngineClient:
             self._has_spoken = False
             await asyncio.sleep(CHECK_S)
             silent_looks = 0 if self._has_spoken else silent_looks + 1
-        self._kill(f"no sign of life for {self._config.heartbeat_timeout_s:g} s")
+        if self.is_alive:
+            self._kill(f"no sign of life for {self._config.heartbeat_timeout_s:g} s")
 
     def _kill(self, reason: str) -> None:
         logger.error("the engine process is ended: %s", reason)

@@ -266,6 +266,16 @@ async def test_death_of_the_process_is_an_error_not_a_silent_end(base: Path) -> 
     await client.stop()
 
 
+async def test_one_that_has_ended_is_not_said_to_hang(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    client = EngineClient(config(base, heartbeat_timeout_s=1.5))
+    await client.start()
+    os.kill(client.pid, signal.SIGKILL)
+    await client.wait_for_death()
+    await asyncio.sleep(3.5)
+    assert "no sign of life" not in caplog.text
+    await client.stop()
+
+
 async def test_a_process_that_hangs_is_ended(base: Path) -> None:
     """FR-65: its streams get an error within seconds, and nobody waits for it at the stop."""
     client = EngineClient(config(base, heartbeat_timeout_s=2.0))
