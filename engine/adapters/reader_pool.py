@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 from engine.adapters.image import AdapterImage
@@ -25,7 +26,9 @@ def start_readers(config: EngineConfig) -> ImageReader:
     """Of one rank."""
     num_cores = len(os.sched_getaffinity(0)) // config.tensor_parallel_size
     num_readers = min(max(num_cores // CORES_EACH, 1), MAX_READERS, config.max_parallel_loads)
-    readers = [RemoteReader(config) for _ in range(num_readers)]
+    # each keeps so many adapters in memory until they are on disk
+    share = replace(config, max_parallel_loads=-(-config.max_parallel_loads // num_readers))
+    readers = [RemoteReader(share) for _ in range(num_readers)]
     return readers[0] if num_readers == 1 else ReaderPool(readers)
 
 

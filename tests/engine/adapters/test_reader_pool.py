@@ -119,12 +119,17 @@ def test_processes_share_one_arena(tmp_path: Path) -> None:
 def test_a_rank_has_as_many_as_there_are_cores_for(
     num_cores: int, num_ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pending = []
+
     class Reader(SlowReader):
         def __init__(self, config: EngineConfig) -> None:
             super().__init__()
+            pending.append(config.max_parallel_loads)
 
     cores: Callable[[int], set[int]] = lambda pid: set(range(num_cores))  # noqa: E731
     monkeypatch.setattr(os, "sched_getaffinity", cores)
     monkeypatch.setattr("engine.adapters.reader_pool.RemoteReader", Reader)
     reader = start_readers(EngineConfig(model="unused", tensor_parallel_size=num_ranks))
     assert (len(reader._readers) if isinstance(reader, ReaderPool) else 1) == expected
+    # adapters that wait in memory until they are written to disk
+    assert sum(pending) == EngineConfig(model="unused").max_parallel_loads
