@@ -391,14 +391,10 @@ def test_a_process_that_keeps_ending_is_not_started_all_the_time(
 
 @pytest.mark.parametrize("said", [b"", encode_frame(["ready"]) + b"part"])
 def test_a_process_that_hangs_before_or_in_a_word_is_ended(
-    said: bytes,
-    make_fleet: Callable[..., Fleet],
-    adapter: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    said: bytes, make_fleet: Callable[..., Fleet], adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_reader, "START_TIMEOUT_S", 1.5)
-    script = tmp_path / "hangs"
+    script = adapter.parent / "hangs"
     script.write_text(
         f"#!{sys.executable}\nimport socket, sys, time\n"
         f"sock = socket.socket(fileno=int(sys.argv[3]))\nsock.sendall({said!r})\ntime.sleep(100)\n"
