@@ -60,9 +60,15 @@ class TemplateRenderer:
         try:
             text = self._compile(source).render(variables)
         except Exception as error:  # a template can fail in every way that Python can
-            raise RenderError(f"{type(error).__name__}: {error}") from error
+            # with half a surrogate pair in it the answer could not be sent
+            reason = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+            raise RenderError(reason) from error
         if len(text) > MAX_PROMPT_CHARS:
             raise RenderError(f"its output has more than {MAX_PROMPT_CHARS} characters")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RenderError("its output has half a surrogate pair") from error
         return text
 
 

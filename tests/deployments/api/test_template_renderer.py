@@ -53,12 +53,16 @@ def test_template_renders_as_hugging_face_does(source: str, text: str) -> None:
         ("{{ 'x'.encode('nope') }}", "LookupError"),
         ("x" * (MAX_TEMPLATE_CHARS + 1), "characters"),
         ("{{ 'x' * 9000000 }}", f"{MAX_PROMPT_CHARS} characters"),
+        ("a\ud800", "surrogate"),
+        ("{{ '\\ud800' }}", "surrogate"),
+        ("{{ raise_exception('\\ud800') }}", r"\\ud800"),
     ],
 )
 def test_every_failure_of_a_template_is_one_error(source: str, reason: str) -> None:
     """FR-57."""
-    with pytest.raises(RenderError, match=reason):
+    with pytest.raises(RenderError, match=reason) as caught:
         render(source)
+    assert str(caught.value).encode()  # it can be sent
 
 
 def test_template_cannot_change_the_messages_of_the_next_one() -> None:
