@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ _SERVE_FLAGS = (
     "tensor_parallel_size", "rank_placement", "allow_runtime_lora_updating", "allowed_lora_prefixes",
     "catalog_file",
 )  # fmt: skip
-_PATHS = ("model", "adapter_source", "lora_modules")
+_PATHS = ("model", "adapter_source", "lora_modules")  # or hub ids, or in S3
+_FUTURE_PATHS = ("allowed_lora_prefixes", "catalog_file")  # need not be there yet
 _ENGINE_FLAGS = {
     "dtype": str, "max_model_len": int, "pool_bytes": int, "num_pages": int, "gpu_memory_fraction": float,
     "max_num_seqs": int,
@@ -114,28 +115,25 @@ def app_values(options: argparse.Namespace) -> dict[str, Any]:
 
 def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     """The replicas have working directories of their own."""
-    found = {name: _absolute(values[name]) for name in _PATHS if name in values}
-    # what follows need not be there yet
-    if isinstance(prefixes := values.get("allowed_lora_prefixes"), list):
-        found["allowed_lora_prefixes"] = [
-            os.path.abspath(one) if isinstance(one, str) and not one.startswith("s3://") else one
-            for one in prefixes
-        ]
-    if isinstance(file := values.get("catalog_file"), str):
-        found["catalog_file"] = os.path.abspath(file)
+    found = {name: _absolute(values[name], os.path.exists) for name in _PATHS if name in values}
+    found |= {name: _absolute(values[name], _is_local) for name in _FUTURE_PATHS if name in values}
     engine = values["engine"]
-    if isinstance(engine, dict) and isinstance(folder := engine.get("disk_cache_dir"), str):
-        found["engine"] = {**engine, "disk_cache_dir": os.path.abspath(folder)}
+    if isinstance(engine, dict) and "disk_cache_dir" in engine:
+        found["engine"] = {**engine, "disk_cache_dir": _absolute(engine["disk_cache_dir"], _is_local)}
     return {**values, **found}
 
 
-def _absolute(value: Any) -> Any:
-    """Also in lists and tables. Hub ids and s3:// URIs stay as they are."""
+def _is_local(path: str) -> bool:
+    return not path.startswith("s3://")
+
+
+def _absolute(value: Any, is_path: Callable[[str], bool]) -> Any:
+    """Also in lists and tables. What is no path of this machine stays as it is."""
     if isinstance(value, list):
-        return [_absolute(item) for item in value]
+        return [_absolute(item, is_path) for item in value]
     if isinstance(value, dict):
-        return {name: _absolute(item) for name, item in value.items()}
-    return os.path.abspath(value) if isinstance(value, str) and os.path.exists(value) else value
+        return {name: _absolute(item, is_path) for name, item in value.items()}
+    return os.path.abspath(value) if isinstance(value, str) and is_path(value) else value
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -17,8 +17,8 @@ API_KEY_ENV = "LORAFLEET_API_KEY"  # one, or several with commas between
 OPEN_PATHS = frozenset({"/health"})
 
 
-def digest_key(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
+def digest_key(key: str | bytes) -> str:
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).hexdigest()
 
 
 def load_api_keys(keys: Iterable[str], file: Path | None, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -68,7 +68,7 @@ class ApiKeyMiddleware:
     def _allows(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # as it was sent: headers are read as Latin-1, which knows other blanks
-        digest = hashlib.sha256(key.encode("latin-1").strip()).hexdigest()
+        digest = digest_key(key.encode("latin-1").strip())
         # a list, so that the time does not tell which key matched
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
         return scheme.lower() == "bearer" and any(matches)
