@@ -1,10 +1,12 @@
-"""What a stored result must say of the code and the GPU it was measured with."""
+"""What a stored result must say of the code and the machine it was measured with."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,6 +19,16 @@ def commit() -> str:
     if not head:
         return "commit unknown"
     return f"commit {head}{' with changes' if changes else ''}"
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 1),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "commit": commit(),
+    }
 
 
 def gpu_conditions() -> dict[str, str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -28,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deployments.demo.base_model import prepare_base_model
 from deployments.demo.prompts import ADAPTERS_DIR, SHOWCASES
 from engine import Engine, EngineConfig, SamplingParams
-from load_tests.conditions import commit
+from load_tests.conditions import machine
 
 NUM_STREAMS = 8
 NUM_TOKENS = 64
@@ -130,8 +129,7 @@ def _result(ours: list[float], peft: list[float]) -> dict[str, Any]:
             "streams": NUM_STREAMS,
             "output_tokens": NUM_TOKENS,
             "torch_threads": torch.get_num_threads(),
-            "machine": platform.machine(),
-            "commit": commit(),
+            **machine(),
             "versions": {name: version(name) for name in ("torch", "transformers", "peft")},
         },
     }

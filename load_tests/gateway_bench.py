@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from load_tests.conditions import commit
+from load_tests.conditions import machine
 from load_tests.gateway_server import KINDS, WORD
 from tests.cluster.serve_process import free_port
 
@@ -249,10 +248,7 @@ def main() -> int:
     data: dict[str, Any] = {
         "command": "python -m load_tests.gateway_bench",
         "conditions": {
-            "cores": len(os.sched_getaffinity(0)),
-            "load_average": os.getloadavg()[0],
-            "machine": platform.machine(),
-            "commit": commit(),
+            **machine(),
             "rounds": options.rounds,
             "versions": {name: version(name) for name in ("ray", "fastapi", "uvicorn")},
         },

@@ -16,9 +16,10 @@ import random
 import sys
 from pathlib import Path
 
+from load_tests.conditions import machine
 from load_tests.harness import report
 from load_tests.harness.client import Target
-from load_tests.harness.measure import adapters_of, machine, measure, show
+from load_tests.harness.measure import adapters_of, measure, show
 from load_tests.harness.summary import Limits, Slo, missed
 from load_tests.harness.workload import PRESETS, arrivals, plan, trace
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import platform
 from collections.abc import Sequence
-from typing import Any
 from urllib.request import Request, urlopen
 
 from tqdm import tqdm
 
-from load_tests.conditions import commit
 from load_tests.harness.client import Record, Target, run
 from load_tests.harness.summary import Slo, Summary, difference, lookups, summarise
 from load_tests.harness.workload import Planned
@@ -61,13 +57,3 @@ def show(summary: Summary) -> None:
 
 def _ms(percentiles: dict[str, float]) -> str:
     return " / ".join(f"{value * 1e3:.0f}" for value in percentiles.values()) + " ms"
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average": round(os.getloadavg()[0], 1),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "commit": commit(),
-    }

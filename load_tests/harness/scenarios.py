@@ -26,9 +26,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from load_tests.conditions import machine
 from load_tests.harness import report
 from load_tests.harness.client import Record
-from load_tests.harness.measure import machine, measure, show
+from load_tests.harness.measure import measure, show
 from load_tests.harness.plots import Mark
 from load_tests.harness.summary import Slo, Summary, percentile
 from load_tests.harness.tiny_fleet import NUM_ADAPTERS, NUM_SLOTS, TinyFleet, tiny_fleet
