@@ -11,19 +11,18 @@ import torch
 
 from engine.sharding import Shard
 from engine.tensor_parallel.comm import Alone, PeerSets
-from kernels.peers.sharing import MOST_LINK_BYTES
-from kernels.peers.triton import EMPTY, NUM_SETS, PeerBuffers
+from kernels.peers.sharing import most_rows
+from kernels.peers.triton import EMPTY, split_symmetric, symmetric_bytes
 
 SHARD = Shard(0, 2)
 
 
 class Loopback(Alone):
-    """`sends`: as ranks that share memory do; else without kernels that wait."""
-
-    def __init__(self, columns: int, sends: bool = True) -> None:
-        """`columns`: that each rank has of the logits."""
+    def __init__(self, columns: int, sends: bool = True, device: str = "cuda") -> None:
+        """`columns`: that each rank has of the logits. `sends`: as ranks that share memory do."""
         self._columns = columns
         self._sends = sends
+        self._device = device
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.mul_(2)
@@ -34,16 +33,12 @@ class Loopback(Alone):
     def peer_buffers(self, max_rows: int, width: int, dtype: torch.dtype) -> PeerSets | None:
         if not self._sends:
             return None
-        max_rows = min(max_rows, MOST_LINK_BYTES // (width * dtype.itemsize))
-        first, second = (_loop(max_rows, width, dtype) for _ in range(NUM_SETS))
-        return first, second
+        max_rows = min(max_rows, most_rows(SHARD.world, width, dtype))
+        nbytes = symmetric_bytes(SHARD.world, max_rows, width, dtype)
+        part = max_rows * width * dtype.itemsize
+        memory = torch.full((nbytes + part,), EMPTY, dtype=torch.uint8, device=self._device)
+        # what rank 0 writes to rank 1 as its own part is rank 1's part here
+        return split_symmetric((memory[:nbytes], memory[part:]), SHARD.rank, max_rows, width, dtype)
 
     def column_buffers(self, max_rows: int, dtype: torch.dtype) -> PeerSets | None:
         return self.peer_buffers(max_rows, self._columns, dtype)
-
-
-def _loop(max_rows: int, width: int, dtype: torch.dtype) -> PeerBuffers:
-    """What rank 0 writes as its own part to rank 1 is the part of rank 1 here."""
-    nbytes = width * dtype.itemsize
-    memory = torch.full((3, max_rows, nbytes), EMPTY, dtype=torch.uint8, device="cuda").view(dtype)
-    return PeerBuffers(0, (memory[:2], memory[1:]))

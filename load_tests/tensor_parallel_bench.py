@@ -101,19 +101,20 @@ def _sums_a_step(bench: Bench) -> float:
     return sums / num_steps
 
 
-def run_group(name: str, world: int, parts: Sequence[str], *options: str) -> list[Row]:
-    """Each rank in a process of its own; rank 0's rows."""
+def run_group(name: str, world: int, parts: Sequence[str], loopback: bool = False) -> list[Row]:
+    """Each rank in a process of its own, or looped back rank 0 alone; its rows."""
     with tempfile.TemporaryDirectory() as directory:
         rows = Path(directory) / "rows.json"
         command = [sys.executable, "-m", "load_tests.tensor_parallel_bench"]
-        command += ["--model", name, *options, "--only", *parts]
+        command += ["--model", name, "--world", str(world), "--directory", directory, "--only", *parts]
+        command += ["--loopback"] if loopback else []
         ranks = [
             subprocess.Popen(
-                [*command, "--world", str(world), "--rank", str(rank), "--directory", directory],
+                [*command, "--rank", str(rank)],
                 stderr=None if rank == 0 else subprocess.DEVNULL,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
-            for rank in range(world)
+            for rank in range(1 if loopback else world)
         ]
         try:
             if ranks[0].wait() != 0:
@@ -176,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     model, parts = MODELS[args.model], tuple(args.only)
-    if args.loopback and "shardings" in parts:
-        parser.error("shardings need a group: --loopback goes with --only cases")
+    if args.loopback and (args.world != SHARD.world or "shardings" in parts):
+        parser.error("--loopback stands for a group of two, and goes with --only cases")
     if args.rank is not None:
         if args.loopback:
             rank = Rank.looped_back(model)
@@ -188,12 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             (args.directory / "rows.json").write_text(json.dumps(rows))
         return 0
     alone = run_group(args.model, 1, parts) if model.fits_one and "cases" in parts else []
-    world = SHARD.world if args.loopback else args.world
-    if args.loopback:
-        group = run_group(args.model, 1, parts, "--loopback")
-    else:
-        group = run_group(args.model, world, parts)
-    report(args.model, group, alone, world, args.loopback, parts, args.out)
+    group = run_group(args.model, args.world, parts, args.loopback)
+    report(args.model, group, alone, args.world, args.loopback, parts, args.out)
     return 0
 
 

@@ -38,7 +38,7 @@ def share_memory(
     All ranks of the default process group must call it at once; `device`: this rank's.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    max_rows = min(max_rows, MOST_LINK_BYTES // ((world - 1) * width * dtype.itemsize))
+    max_rows = min(max_rows, most_rows(world, width, dtype))
     nbytes = symmetric_bytes(world, max_rows, width, dtype)
     if not _are_on_one_host(device):
         logger.info("the ranks are on several hosts: sums go through NCCL")
@@ -53,6 +53,11 @@ def share_memory(
     shared, tensors = peers
     # the tensors are bare addresses, which these two keep mapped
     return split_symmetric(tensors, rank, max_rows, width, dtype, owner=(own, shared))
+
+
+def most_rows(world: int, width: int, dtype: torch.dtype) -> int:
+    """That a rank may send to all others at once."""
+    return MOST_LINK_BYTES // ((world - 1) * width * dtype.itemsize)
 
 
 def _on_all(step: Callable[[], T], device: torch.device) -> T | None:
