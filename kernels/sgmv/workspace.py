@@ -4,8 +4,8 @@ Owns the resolved tiles, the planes of partial sums, the delta and the side stre
 order, of graphs or of who fills the lists.
 
 Tried on an H200 for Llama-3-8B, and not faster: shrink, GEMM and expand on one stream by dependent launches,
-in any order, where the expand polls for what the shrink counts (steps of 64 rows up to 12 % longer, only with
-many mixed ranks 2 % shorter); shrinks of smaller parts, all on their way at once; B read ahead into the L2.
+in three orders, where the expand polls for what the shrink counts (steps of 64 rows up to 13 % longer, only
+with mixed ranks 2 % shorter); shrinks of smaller parts, all on their way at once; B read ahead into the L2.
 """
 
 from __future__ import annotations
