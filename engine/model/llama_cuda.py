@@ -24,10 +24,10 @@ from kernels.embedding.triton import embed
 from kernels.gather_columns.triton import gather_columns
 from kernels.linear.tiles import has_tile
 from kernels.linear.triton import linear, linear_to_peers, tile_for
-from kernels.paged_attention.triton import AttentionPlan, paged_attention
+from kernels.paged_attention.rotary_attention import rotary_attention
+from kernels.paged_attention.triton import AttentionPlan
 from kernels.peers.triton import PeerBuffers
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
-from kernels.rotary.triton import rotary_kv_write
 from kernels.sgmv.lists import ListCounts
 from kernels.sgmv.table import FusedModule
 from kernels.sgmv.workspace import SgmvWorkspace
@@ -196,8 +196,9 @@ class CudaLlama:
             before_layer(i)
             qkv_TX, delta, _ = branch.linear(h_TE, Base(layer.qkv, self.qkv, i))
             rows = slots if delta is not None else None
-            q_THD = rotary_kv_write(qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, delta, rows, pdl=pdl)
-            o_THD = paged_attention(q_THD, kv_pages, i, page_table, attention, pdl=pdl)
+            o_THD = rotary_attention(
+                qkv_TX, cos_TD, sin_TD, kv_pages, i, kv_slots, page_table, attention, delta, rows, pdl
+            )
             partial = branch.linear(o_THD.flatten(1), Base(layer.o, self.o, i), peer_sets[0])
             h_TE = self._add_norm(residual_TE, partial, layer.post_norm, slots, pdl, peer_sets[0])
             act_TI = branch.gated(h_TE, Base(layer.gate_up, self.gate_up, i), slots)

@@ -1,6 +1,8 @@
 """Attention with Llama-3-8B's heads over pages of 16 tokens: python -m kernels.paged_attention.bench
 
 decode: one query a sequence, all of one length; floor: keys, values, queries and output once.
+with its rotary embedding: from the projection on, beside the two launches that it takes otherwise; floor: as
+above, and what is read for it.
 prefill: beside PyTorch's flash attention over contiguous tensors, where there is no cached prefix; floor:
 the products that the causal mask leaves. The plan, made once a step, is timed by itself.
 """
@@ -13,7 +15,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.paged_attention.reference import paged_attention as paged_attention_reference
+from kernels.paged_attention.rotary_attention import has_one_launch, rotary_attention
 from kernels.paged_attention.triton import AttentionPlan, AttentionWorkspace, paged_attention, plan_attention
+from kernels.rotary.triton import rotary_kv_write
 from kernels.timing import FLOPS_PER_US, READ_BYTES_PER_US, graph_us, num_copies, report
 
 HEADS, KV_HEADS, DIM, PAGE_TOKENS = 32, 8, 128, 16
@@ -77,6 +81,9 @@ def main() -> int:
             decode(f"decode {batch} x {context}", [(1, context)] * batch)
     decode("decode 1 x 131072", [(1, 131072)])
     decode("decode 63 x 512 and 1 x 32768", [(1, 512)] * 63 + [(1, 32768)])
+    for batch in (1, 8, 64, 256):
+        for context in (144, 1024, 4096):
+            decode_with_rotary(batch, context)
     prefill("prefill 2048", [(2048, 2048)])
     prefill("prefill 8192", [(8192, 8192)])
     prefill("prefill 16 x 512", [(512, 512)] * 16)
@@ -89,6 +96,34 @@ def decode(name: str, lens: list[tuple[int, int]]) -> None:
     step.check()
     floor_us = (step.kv_bytes + 2 * step.q.nbytes) / READ_BYTES_PER_US
     report(name, graph_us(step.calls), floor_us, plan_us=round(graph_us([step.make_plan] * 16), 2))
+
+
+def decode_with_rotary(batch: int, context: int) -> None:
+    step = Step([(1, context)] * batch)
+    assert has_one_launch(step.q, step.kv_pages)
+    qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * DIM, dtype=torch.bfloat16, device="cuda")
+    angles = torch.randn(batch, DIM // 2, device="cuda").repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    last = context - 1
+    kv_slots = step.page_table[:, last // PAGE_TOKENS].long() * PAGE_TOKENS + last % PAGE_TOKENS
+
+    def one(layer: int) -> torch.Tensor:
+        return rotary_attention(
+            qkv, cos, sin, step.kv_pages, layer, kv_slots, step.page_table, step.plan, pdl=True
+        )
+
+    def two(layer: int) -> torch.Tensor:
+        q = rotary_kv_write(qkv, cos, sin, step.kv_pages, layer, kv_slots, pdl=True)
+        return paged_attention(q, step.kv_pages, layer, step.page_table, step.plan, pdl=True)
+
+    want = two(0)
+    error = float((one(0) - want).norm() / want.norm())
+    assert error < MAX_ERROR, f"{batch} x {context}: error {error}"
+    layers = range(step.kv_pages.shape[1])
+    two_us = graph_us([partial(two, layer) for layer in layers])
+    floor_us = (step.kv_bytes + qkv.nbytes + 2 * cos.nbytes + step.q.nbytes) / READ_BYTES_PER_US
+    us = graph_us([partial(one, layer) for layer in layers])
+    report(f"decode {batch} x {context} with rotary", us, floor_us, two_launches_us=round(two_us, 2))
 
 
 def prefill(name: str, lens: list[tuple[int, int]]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.paged_attention.triton import AttentionWorkspace, paged_attention, plan_attention
+from kernels.paged_attention.rotary_attention import rotary_attention
+from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.rms_norm.triton import add_rms_norm
-from kernels.rotary.triton import rotary_kv_write
 from kernels.silu_mul.triton import silu_mul
 from tests.kernels.triton_cases import DEVICE, randn
 
@@ -43,8 +43,17 @@ class Decoder:
         x = residual
         for layer in range(NUM_LAYERS):
             x = add_rms_norm(residual, x, self.norm, 1e-5, pdl=pdl)
-            q = rotary_kv_write(x @ qkv, self.cos, self.sin, self.kv_pages, layer, self.kv_slots, pdl=pdl)
-            x = paged_attention(q, self.kv_pages, layer, self.page_table, plan, pdl=pdl)
+            x = rotary_attention(
+                x @ qkv,
+                self.cos,
+                self.sin,
+                self.kv_pages,
+                layer,
+                self.kv_slots,
+                self.page_table,
+                plan,
+                pdl=pdl,
+            )
             x = add_rms_norm(residual, x.flatten(1) @ o, self.norm, 1e-5, pdl=pdl)
             x = silu_mul(x @ gate_up, pdl=pdl) @ down
         return residual + x
