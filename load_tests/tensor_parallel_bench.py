@@ -8,7 +8,7 @@ Model: Llama-3-8B shape, bf16, random weights, all-linear adapters, each rank wi
 the same engine over the same requests, so plans need not be sent (that takes rank 0 about 0.1 ms a step
 beside its GPU). One GPU first, then the group, on one machine. Llama-3-70B shape: the group only.
 
-  tpot      time per output token: 64 prompt tokens, (time of 144 - time of 16 output tokens) / 128
+  tpot      time per output token: 64 prompt tokens, (time of 144 - of 16 output tokens) / 128; median of 3
   sum       of one row-parallel linear over the ranks, with residual add and RMSNorm, from a graph of 64:
             kernels.all_reduce, and NCCL with a launch for the rest
   sums      launches of either kind in a decode step of batch 64, from a trace

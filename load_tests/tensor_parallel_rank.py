@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -118,4 +119,7 @@ class Rank:
 
 
 def tpot_ms(bench: Bench, batch: int) -> float:
-    return (bench.run(batch, 64, 144) - bench.run(batch, 64, 16)) / 128 * 1e3
+    """The median of three: what else a process does, as collecting a profile, may hold up one for 0.2 s."""
+    return statistics.median(
+        (bench.run(batch, 64, 144) - bench.run(batch, 64, 16)) / 128 * 1e3 for _ in range(3)
+    )

@@ -31,8 +31,8 @@ class Setup:
             path / "base",
             hidden_size=256,
             intermediate_size=512,
-            head_dim=64,
-            num_attention_heads=8,
+            head_dim=128,  # in bfloat16, one launch for rotary embedding, KV write and attention
+            num_attention_heads=4,
             initializer_range=0.05,
         )
         self.adapters = {
