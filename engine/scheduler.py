@@ -346,7 +346,9 @@ class Scheduler:
         seq.stop()
 
     def _advance(self, chunk: ScheduledChunk) -> None:
-        """Whatever is scheduled later runs later, and finds the chunk's KV in the pool."""
+        """Whatever is scheduled later runs later, and finds the chunk's KV in the pool. Not in the same step:
+        its attention may read what is older before the step's own keys and values are written.
+        """
         seq = self.sequences[chunk.request_id]
         seq.num_computed = chunk.start + len(chunk.token_ids)
         seq.num_pending += chunk.samples

@@ -74,8 +74,9 @@ class SimulatedRunner:
             self.slots[load.slot] = (load.digest, load.page_ids)
             for page_id in load.page_ids:
                 self._write(page_id, range(PAGE_TOKENS), [(load.digest, ())] * PAGE_TOKENS)
-        for chunk in plan.chunks:
+        for chunk in plan.chunks:  # older than the step: a GPU reads it before other chunks are written
             self._check_reads(chunk, clients[chunk.request_id], chunk.start)
+        for chunk in plan.chunks:
             self._write_chunk(chunk, clients[chunk.request_id])
         for chunk in plan.chunks:  # what one chunk wrote, no other one has overwritten
             self._check_reads(chunk, clients[chunk.request_id], chunk.start + len(chunk.token_ids))
