@@ -24,7 +24,8 @@ from kernels.gpu import is_at_least_hopper
 from kernels.paged_attention.triton import LOG2_E, AttentionPlan, paged_attention
 from kernels.rotary.triton import rotary_kv_write
 
-BLOCK_KEYS, HEAD_DIM = 64, 128  # of the kernel
+HEAD_DIM = 128
+BLOCK_KEYS = 64  # that a program has in shared memory at once
 WARPS = 4
 
 _logger = logging.getLogger(__name__)

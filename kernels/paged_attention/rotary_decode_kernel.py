@@ -1,4 +1,4 @@
-"""A decode with its rotary embedding and KV write, in one launch. See kernels.paged_attention.rotary_decode.
+"""A decode with its rotary embedding and KV write, in one launch; see `rotary_attention`.
 
 A program is a split of a context for the query heads of one KV head, as in `decode_kernel`; the last split of
 a sequence has its new token too. Products have keys, then dimensions for rows and heads for columns, so that
@@ -18,11 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gluon_names import barrier, gdc_launch_dependents, gdc_wait, tma_load
+from kernels.paged_attention import plan_kernel, rotary_attention
 
-HEAD_DIM = gl.constexpr(128)
-HALF = gl.constexpr(64)
-BLOCK_KEYS = gl.constexpr(64)
-UNIT_FIELDS = gl.constexpr(6)  # of the plan
+HEAD_DIM = gl.constexpr(rotary_attention.HEAD_DIM)
+HALF = gl.constexpr(rotary_attention.HEAD_DIM // 2)
+BLOCK_KEYS = gl.constexpr(rotary_attention.BLOCK_KEYS)
+UNIT_FIELDS = gl.constexpr(plan_kernel.UNIT_FIELDS.value)
 NO_MAXIMUM = gl.constexpr(-1e38)
 """Of no keys yet. Finite: a block may be empty, and the difference of two infinities is no number."""
 MERGED_AT_ONCE = gl.constexpr(8)
