@@ -57,7 +57,9 @@ class Tokenizer:
         return {name: str(token) for name, token in self._hf.special_tokens_map.items()}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        # of a batch, even of one: to encode a single text it holds the GIL, for seconds if that is long
+        (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids that it does not know give no text."""

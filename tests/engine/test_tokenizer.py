@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 
 from engine.tokenizer import Tokenizer
 from tests.engine.tiny_tokenizer import LINES, byte_fallback_tokenizer, byte_level_tokenizer, wrap
+from tests.pauses import pauses_of_threads
 from tests.tiny import make_llama
 
 TEXTS = (
@@ -83,6 +85,18 @@ def test_ids_beyond_the_vocabulary_give_no_text(build: Callable[[], Tokenizer]) 
     assert tokenizer.knows(tokenizer.vocab_size - 1)
     assert tokenizer.token_bytes(padding) == b""
     assert tokenizer.decode([padding, *tokenizer.encode("fox"), padding]) == "fox"
+
+
+@BOTH
+def test_other_threads_go_on_while_a_long_text_is_encoded(build: Callable[[], Tokenizer]) -> None:
+    tokenizer = build()
+    text = LINES[0] * 40_000
+    with pauses_of_threads() as pauses:
+        began = time.monotonic()
+        tokenizer.encode(text)
+        took_s = time.monotonic() - began
+    assert took_s > 0.1, "too short to tell"
+    assert pauses.longest_s < took_s / 2
 
 
 def test_special_tokens_are_added_when_asked_for() -> None:
