@@ -54,6 +54,7 @@ async def pauses_of_tasks() -> AsyncIterator[Pauses]:
             pauses.see(began)
 
     task = asyncio.create_task(run())
+    await asyncio.sleep(0)  # it waits now
     try:
         yield pauses
     finally:

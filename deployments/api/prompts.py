@@ -5,21 +5,18 @@ Knows nothing of HTTP. Every fault is an InvalidRequest that names the client's 
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from deployments.api.chat_template import ChatTemplates
+from deployments.api.off_loop import off_loop
 from deployments.api.protocol import ChatMessage
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.sampling_params import SamplingParams
 
 MAX_PROMPTS = 256  # in one completion request
-THREAD_CHARS = 16_384  # characters or tokens of one request; to convert more would hold up other streams
 TOKEN_ID_LIMIT = 1 << 31
-
-T = TypeVar("T")
 
 
 class PromptTokenizer(Protocol):
@@ -54,7 +51,7 @@ class PromptEncoder:
         if len(prompts) > MAX_PROMPTS:
             raise InvalidRequest(f"at most {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
         size = sum(map(len, prompts))
-        encoded = await _convert(size, lambda: [self._completion_prompt(one) for one in prompts])
+        encoded = await off_loop(size, lambda: [self._completion_prompt(one) for one in prompts])
         if not all(encoded):
             raise InvalidRequest("prompt must hold at least one token", param="prompt")
         return encoded
@@ -64,9 +61,7 @@ class PromptEncoder:
     ) -> tuple[int, ...]:
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
-        text = await self._templates.render(
-            own_template, [message.for_template() for message in messages], add_generation_prompt
-        )
+        text = await self._templates.render(own_template, messages, add_generation_prompt)
         # the template writes the special tokens itself
         token_ids = await self.encode(text, add_special_tokens=False)
         if not token_ids:
@@ -77,7 +72,7 @@ class PromptEncoder:
         self._templates.close()
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await _convert(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+        return await off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
 
     async def texts(self, prompts: Sequence[Sequence[int]], param: str) -> list[str]:
         """Of token ids, special ones too. Raises InvalidRequest, naming `param`, for an unknown one."""
@@ -87,7 +82,7 @@ class PromptEncoder:
                 self.check_known(prompt, param)
             return [self.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts]
 
-        return await _convert(sum(map(len, prompts)), convert)
+        return await off_loop(sum(map(len, prompts)), convert)
 
     def check_known(self, token_ids: Iterable[int], param: str) -> None:
         for token_id in token_ids:
@@ -134,11 +129,6 @@ class PromptEncoder:
             return tuple(self.tokenizer.encode(prompt, add_special_tokens=True))
         self.check_known(prompt, "prompt")
         return tuple(prompt)
-
-
-async def _convert(size: int, conversion: Callable[[], T]) -> T:
-    """`size`: characters or tokens of all that is converted."""
-    return conversion() if size <= THREAD_CHARS else await asyncio.to_thread(conversion)
 
 
 def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str] | list[list[int]]:

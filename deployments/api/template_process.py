@@ -47,13 +47,13 @@ class TemplateProcess:
             "special_tokens": dict(special_tokens),
         }
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._render, source, json.dumps(request))
+        return await loop.run_in_executor(self._thread, self._render, source, request)
 
     def close(self) -> None:
         self._thread.submit(self._end_child)
         self._thread.shutdown()
 
-    def _render(self, source: str, request: str) -> str:
+    def _render(self, source: str, request: Mapping[str, Any]) -> str:
         if time.monotonic() < self._refused_until.get(source, 0.0):
             raise RenderError("it took too much time or memory a short while ago")
         reply = self._ask(request)
@@ -66,7 +66,7 @@ class TemplateProcess:
         text: str = reply["text"]
         return text
 
-    def _ask(self, request: str) -> dict[str, Any] | None:
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """None if the child died of it."""
         if self._child is not None and self._child.poll() is not None:
             self._end_child()  # it died while it had nothing to do: no template's fault
@@ -74,7 +74,7 @@ class TemplateProcess:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(request + "\n")
+            child.stdin.write(json.dumps(request) + "\n")
             child.stdin.flush()
         except BrokenPipeError:
             return None

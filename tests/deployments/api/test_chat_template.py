@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from deployments.api.chat_template import ChatTemplates
+from deployments.api.protocol import ChatMessage
 from deployments.api.template_process import TemplateProcess
 from engine.errors import InvalidRequest
+from tests.pauses import pauses_of_tasks
 
 pytestmark = pytest.mark.anyio
 
 BASE = "{{ bos_token }}{% for m in messages %}<{{ m.content }}>{% endfor %}"
-HI = [{"role": "user", "content": "hi"}]
+SLOW = "{% for m in messages %}{% for i in range(300) %}{{ m.content }}{% endfor %}{% endfor %}"
+HI = [ChatMessage(role="user", content="hi")]
 
 
 @pytest.fixture
@@ -24,6 +29,19 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_base_template_needs_no_child_even_as_the_adapters_copy(own: str | None) -> None:
     templates = ChatTemplates(BASE, {"bos_token": "<s>"})
     assert await templates.render(own, HI, True) == "<s><hi>"
+    templates.close()
+
+
+@pytest.mark.usefixtures("no_child")
+async def test_other_requests_go_on_while_many_messages_are_rendered() -> None:
+    templates = ChatTemplates(SLOW, {})
+    async with pauses_of_tasks() as pauses:
+        began = time.monotonic()
+        text = await templates.render(None, HI * 4000, True)
+        took_s = time.monotonic() - began
+    assert text == "hi" * 300 * 4000
+    assert took_s > 0.1, "too short to tell"
+    assert pauses.longest_s < took_s / 2
     templates.close()
 
 
