@@ -40,6 +40,8 @@ CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 10.0  # between two bytes
 MAX_RESUMES = 3  # of one range
 MAX_LISTINGS = 3  # of one page
+MAX_SOURCE_KEYS = 1_000_000  # 10,000 adapters, each with all that its training left, hold fewer
+MAX_FOLDER_KEYS = 10_000  # files of one adapter or base model, and folders beside them
 RESUME_DELAY_S = 0.1  # doubled each time
 RETRY_AFTER_S = 5.0
 _STEP_BYTES = 1 << 20
@@ -57,7 +59,7 @@ class S3Source:
         folders: dict[str, list[AdapterFile]] = {}
         # one flat listing: a request per adapter would be slower than skipping the keys below them
         with _mapped("the adapter source"):
-            for entry in _list_objects(self._bucket, root):
+            for entry in _list_objects(self._bucket, root, MAX_SOURCE_KEYS):
                 name, _, file = entry["Key"][len(root) :].partition("/")
                 if is_folder_name(name) and file and "/" not in file:
                     folders.setdefault(name, []).append(_as_file(file, entry))
@@ -97,7 +99,7 @@ class S3Folder:
         """Whatever their names."""
         root = f"{self._prefix}/" if self._prefix else ""
         with _mapped(self._subject):
-            entries = _list_objects(self._bucket, root, delimiter="/")
+            entries = _list_objects(self._bucket, root, MAX_FOLDER_KEYS, delimiter="/")
             return [_as_file(entry["Key"][len(root) :], entry) for entry in entries]
 
     def read(self, file: AdapterFile, offset: int, view: memoryview, check: Callable[[], None]) -> None:
@@ -209,13 +211,27 @@ def _parse(uri: str) -> tuple[str, str]:
     return bucket, prefix
 
 
-def _list_objects(bucket: str, prefix: str, delimiter: str = "") -> Iterator[ObjectTypeDef]:
+def _list_objects(bucket: str, prefix: str, max_keys: int, delimiter: str = "") -> Iterator[ObjectTypeDef]:
+    """Raises InvalidRequest beyond `max_keys`: a bucket of other things may hold millions."""
     page = _list_page(Bucket=bucket, Prefix=prefix, Delimiter=delimiter)
+    num_keys = _num_keys(page)
     yield from page.get("Contents", ())
     while page["IsTruncated"]:
+        if num_keys >= max_keys:
+            raise InvalidRequest(
+                f"{_SCHEME}{bucket}/{prefix} holds more than {max_keys} keys and is not listed further: "
+                "adapters need a prefix of their own",
+                param="uri",
+            )
         token = page["NextContinuationToken"]
         page = _list_page(Bucket=bucket, Prefix=prefix, Delimiter=delimiter, ContinuationToken=token)
+        num_keys += _num_keys(page)
         yield from page.get("Contents", ())
+
+
+def _num_keys(page: ListObjectsV2OutputTypeDef) -> int:
+    """And folders; of an empty page one, so that every listing ends."""
+    return max(1, len(page.get("Contents", ())) + len(page.get("CommonPrefixes", ())))
 
 
 def _list_page(**request: str) -> ListObjectsV2OutputTypeDef:

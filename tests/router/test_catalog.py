@@ -52,16 +52,20 @@ def test_a_new_version_in_the_source_is_followed() -> None:
     run(main)
 
 
-def test_what_was_known_stays_while_the_source_is_down() -> None:
+@pytest.mark.parametrize("failure", [DOWN, InvalidRequest("too many keys", param="uri")])
+def test_what_was_known_stays_while_the_source_is_not_listed(
+    failure: LorafleetError, caplog: pytest.LogCaptureFixture
+) -> None:
     """FR-64."""
 
     async def main() -> None:
         source = FakeSource(a="1")
         catalog = build(source)
         await catalog.refresh()
-        source.failure = DOWN
+        source.failure = failure
         await catalog.refresh()
         assert (await catalog.lookup("a")).version == "1"
+        assert f"{failure.message}; what was known stays" in caplog.text
 
     run(main)
 

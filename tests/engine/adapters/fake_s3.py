@@ -70,23 +70,31 @@ class _Handler(FaultyHandler):
         delimiter = query.get("delimiter", [""])[0]
         start = int(query.get("continuation-token", ["0"])[0])
         self.s3.requests.append(f"list {prefix}")
-        keys = [
-            key
-            for key in sorted(self.s3.objects)
-            if key.startswith(prefix) and not (delimiter and delimiter in key[len(prefix) :])
-        ]
+        keys = self._keys(prefix, delimiter)
         page = keys[start : start + self.s3.page_size]
         more = start + self.s3.page_size < len(keys)
-        contents = "".join(
-            f"<Contents><Key>{escape(key)}</Key><Size>{len(self.s3.objects[key])}</Size>"
-            f"<ETag>{escape(self.s3.etag(key))}</ETag></Contents>"
-            for key in page
-        )
+        contents = "".join(map(self._entry, page))
         token = f"<NextContinuationToken>{start + self.s3.page_size}</NextContinuationToken>"
         token = token if more and self.s3.tells_tokens else ""
         truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>"
         body = f"<ListBucketResult>{truncated}{token}{contents}</ListBucketResult>"
         self.answer(200, body.encode(), fault=fault)
+
+    def _keys(self, prefix: str, delimiter: str) -> list[str]:
+        """And folders, which end with the delimiter."""
+        keys = {key for key in self.s3.objects if key.startswith(prefix)}
+        if delimiter:
+            parts = {key: key[len(prefix) :].partition(delimiter) for key in keys}
+            keys = {f"{prefix}{name}{end}" for name, end, _ in parts.values()}
+        return sorted(keys)
+
+    def _entry(self, key: str) -> str:
+        if key not in self.s3.objects:
+            return f"<CommonPrefixes><Prefix>{escape(key)}</Prefix></CommonPrefixes>"
+        return (
+            f"<Contents><Key>{escape(key)}</Key><Size>{len(self.s3.objects[key])}</Size>"
+            f"<ETag>{escape(self.s3.etag(key))}</ETag></Contents>"
+        )
 
     def _get_object(self, key: str, fault: Fault | None) -> None:
         self.s3.requests.append(key)

@@ -110,6 +110,34 @@ def test_a_listing_of_many_pages_is_whole(fake: FakeS3) -> None:
     assert [file.name for file in describe(URI).files] == ["adapter_config.json", "adapter_model.safetensors"]
 
 
+def test_a_listing_of_too_many_keys_ends_and_says_where(
+    fake: FakeS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "MAX_SOURCE_KEYS", 20)
+    fake.page_size = 5
+    source = S3Source("s3://models/adapters")
+    fake.objects |= {f"adapters/sql/checkpoint-1/{index}": b"" for index in range(20 - len(fake.objects))}
+    assert len(source.list_adapters()) == 2
+    fake.objects |= {f"adapters/logs/{index}": b"" for index in range(1000)}
+    fake.requests.clear()
+    with pytest.raises(InvalidRequest, match="s3://models/adapters/ holds more than 20 keys"):
+        source.list_adapters()
+    assert len(fake.requests) == 4
+    assert source.find("sql").name == "sql"
+
+
+@pytest.mark.parametrize("key", ["adapters/sql/{}", "adapters/sql/{}/file"])
+def test_a_folder_of_too_many_keys_is_no_adapter(
+    key: str, fake: FakeS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "MAX_FOLDER_KEYS", 10)
+    fake.page_size = 5
+    fake.objects |= {key.format(index): b"" for index in range(100)}
+    with pytest.raises(InvalidRequest, match="s3://models/adapters/sql/ holds more than 10 keys"):
+        describe(URI)
+    assert len(fake.requests) == 2
+
+
 def test_an_adapter_is_loaded_from_s3(fake: FakeS3) -> None:
     assert_loads()
     assert sorted(fake.keys_got) == ["adapters/sql/adapter_config.json", WEIGHTS]
