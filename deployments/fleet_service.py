@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -22,6 +24,7 @@ from router.residency_router import BASE_ID
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+LOST = (RayActorError, EngineDead)  # what a replica that dies leaves of a request
 CONTROL_TIMEOUT_S = 5.0  # statistics and health; loads have the engine's own deadline
 
 
@@ -84,6 +87,7 @@ class FleetService(Replicas):
         super().__init__(lambda: handle, load_timeout_s)
         self.model_name = model_name
         self.max_model_len = max_model_len
+        self.whole = WholeAnswers(self._stream)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[OutputDelta], None]:
         """A replica that dies before the first delta is replaced by another one, once."""
@@ -95,10 +99,10 @@ class FleetService(Replicas):
                         started = True
                         yield deltas
                 return
-            except (RayActorError, EngineDead) as error:
-                logger.warning("request %s lost its replica: %s", request.request_id, type(error).__name__)
+            except LOST as error:
+                lost = _lost(request, error)
                 if started or is_last:
-                    raise EngineDead("the replica has ended", retry_after_s=RETRY_AFTER_S) from error
+                    raise lost from error
 
     async def metrics_text(self) -> str:
         """Of a fleet without a replica too: that is when somebody looks."""
@@ -161,6 +165,53 @@ class FleetService(Replicas):
                 _cancel(response)
         if unfinished:
             raise EngineDead("the replica's answer has no end", retry_after_s=RETRY_AFTER_S)
+
+
+class WholeAnswers:
+    """A TokenSource that gives the deltas of an answer when all of them are there."""
+
+    def __init__(self, stream: Callable[[GenerateRequest], AsyncGenerator[list[OutputDelta], None]]) -> None:
+        """`stream`: one replica's answer."""
+        self._stream = stream
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[OutputDelta], None]:
+        """A replica that dies is replaced by another one, once, if the request's time has not passed.
+
+        That one generates all choices again: what the dead one had given of them is dropped.
+        """
+        began = time.monotonic()
+        for is_last in (False, True):
+            held: list[list[OutputDelta]] = []
+            try:
+                async with aclosing(self._stream(request)) as stream:
+                    async for deltas in stream:
+                        if not held:  # who counts waiting requests knows their first token by it
+                            yield []
+                        held.append(deltas)
+            except LOST as error:
+                lost = _lost(request, error)
+                rest = _with_time_left(request, time.monotonic() - began)
+                if is_last or rest is None:
+                    raise lost from error
+                request = rest
+            else:
+                for deltas in held:
+                    yield deltas
+                return
+
+
+def _lost(request: GenerateRequest, error: Exception) -> EngineDead:
+    """What its client is told if it is not sent elsewhere."""
+    logger.warning("request %s lost its replica: %s", request.request_id, type(error).__name__)
+    return EngineDead("the replica has ended", retry_after_s=RETRY_AFTER_S)
+
+
+def _with_time_left(request: GenerateRequest, seconds: float) -> GenerateRequest | None:
+    """After so many seconds; None if a first token is of no use any more."""
+    if request.timeout_s is None:
+        return request
+    left = request.timeout_s - seconds
+    return replace(request, timeout_s=left) if left > 0 else None
 
 
 def _cancel(response: Any) -> None:

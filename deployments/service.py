@@ -36,7 +36,10 @@ class CanaryRecord:
 
 class TokenSource(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputDelta]]:
-        """Raises before the first item where it can. Closing the iterator (`aclose`) aborts the request."""
+        """Raises before the first item where it can. Closing the iterator (`aclose`) aborts the request.
+
+        The first item tells that the first token has come, also where it is empty.
+        """
 
 
 async def close(stream: AsyncIterator[list[OutputDelta]]) -> None:
@@ -46,6 +49,10 @@ async def close(stream: AsyncIterator[list[OutputDelta]]) -> None:
 
 class EngineService(TokenSource, Protocol):
     """The fleet's engines as one. Every method may raise a LorafleetError."""
+
+    @property
+    def whole(self) -> TokenSource:
+        """For answers that are shown whole: gives no delta before the end, so that it may begin anew."""
 
     @property
     def model_name(self) -> str: ...
@@ -64,6 +71,16 @@ class EngineService(TokenSource, Protocol):
 
     async def check_health(self) -> None:
         """Raises Unavailable if no request could be served now."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSources:
+    streamed: TokenSource
+    whole: TokenSource
+
+    def source(self, stream: bool | None) -> TokenSource:
+        """`stream`: as a client asks for it."""
+        return self.streamed if stream else self.whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from deployments.api.tokenize_route import Tokenization
 from deployments.dashboard.route import OPEN_PATHS as DASHBOARD_PATHS
 from deployments.dashboard.route import Dashboard
 from deployments.ingress_books import IngressBooks
-from deployments.service import AdapterCatalog, EngineService, TokenSource
+from deployments.service import AdapterCatalog, EngineService, TokenSource, TokenSources
 
 if TYPE_CHECKING:
     from deployments.spans import Tracing
@@ -53,11 +53,11 @@ def build_api(
     tokenization = Tokenization(resolver, prompts, settings)
     books = IngressBooks()
     operations = Operations(service, catalog, books, settings.ingress_id)
-    source: TokenSource = books.counted(service)
-    if tracing is not None:
-        source = tracing.traced(source)
-    app.post("/v1/chat/completions")(ChatCompletions(source, resolver, prompts).create)
-    app.post("/v1/completions")(Completions(source, resolver, prompts).create)
+    sources = TokenSources(
+        streamed=_observed(service, books, tracing), whole=_observed(service.whole, books, tracing)
+    )
+    app.post("/v1/chat/completions")(ChatCompletions(sources, resolver, prompts).create)
+    app.post("/v1/completions")(Completions(sources, resolver, prompts).create)
     app.get("/v1/models")(models.list)
     app.get("/v1/models/{model:path}")(models.get)
     app.post("/tokenize")(tokenization.tokenize)
@@ -83,3 +83,8 @@ def build_api(
         app.add_middleware(ApiKeyMiddleware, digests=settings.api_key_digests, open_paths=open_paths)
     app.add_middleware(RequestIdMiddleware)
     return app
+
+
+def _observed(source: TokenSource, books: IngressBooks, tracing: Tracing | None) -> TokenSource:
+    counted = books.counted(source)
+    return counted if tracing is None else tracing.traced(counted)

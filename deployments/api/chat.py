@@ -18,13 +18,13 @@ from deployments.api.protocol import ChatCompletionRequest
 from deployments.api.request_id import engine_request_id
 from deployments.api.sse import DONE, SseResponse, event
 from deployments.api.unsupported import refuse_unsupported
-from deployments.service import TokenSource
+from deployments.service import TokenSources
 from engine.request import FinishReason, GenerateRequest, TokenLogprob
 
 
 class ChatCompletions:
-    def __init__(self, service: TokenSource, resolver: ModelResolver, prompts: PromptEncoder) -> None:
-        self._service = service
+    def __init__(self, sources: TokenSources, resolver: ModelResolver, prompts: PromptEncoder) -> None:
+        self._sources = sources
         self._resolver = resolver
         self._prompts = prompts
 
@@ -46,7 +46,7 @@ class ChatCompletions:
         )
         engine_id = engine_request_id(response_id, 0)
         request = GenerateRequest(engine_id, prompt, params, model.adapter, body.timeout_s)
-        deltas = DeltaStream(self._service, [request])
+        deltas = DeltaStream(self._sources.source(body.stream), [request])
         head = {"id": response_id, "created": int(time.time()), "model": model.name}
         if body.stream:
             writer = ChatChunks(head, deltas, self._prompts.tokenizer, body.include_usage)

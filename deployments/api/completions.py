@@ -20,15 +20,15 @@ from deployments.api.protocol import CompletionRequest
 from deployments.api.request_id import engine_request_id
 from deployments.api.sse import DONE, SseResponse, event
 from deployments.api.unsupported import refuse_unsupported
-from deployments.service import TokenSource
+from deployments.service import TokenSources
 from engine.request import FinishReason, GenerateRequest, TokenLogprob
 
 DEFAULT_MAX_TOKENS = 16  # as OpenAI
 
 
 class Completions:
-    def __init__(self, service: TokenSource, resolver: ModelResolver, prompts: PromptEncoder) -> None:
-        self._service = service
+    def __init__(self, sources: TokenSources, resolver: ModelResolver, prompts: PromptEncoder) -> None:
+        self._sources = sources
         self._resolver = resolver
         self._prompts = prompts
 
@@ -41,7 +41,7 @@ class Completions:
         body.check_stream_options()
         model = await self._resolver.resolve(body.model)
         requests = await self._generate_requests(body, model, response_id)
-        deltas = DeltaStream(self._service, requests)
+        deltas = DeltaStream(self._sources.source(body.stream), requests)
         head = {
             "id": response_id,
             "object": "text_completion",

@@ -24,7 +24,7 @@ SAFE = {
     "graceful_shutdown_wait_loop_s": 0.1,  # each delete of an application waits for it
 }
 FAKE_ENGINE = "tests.cluster.fake_engine:FakeEngineClient"
-Spec = dict[str, Any]  # adapter, prompt, max_tokens, close_after
+Spec = dict[str, Any]  # adapter, prompt, max_tokens, close_after, whole
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -75,7 +75,8 @@ class Caller:
             adapter=AdapterRef(adapter, spec.get("uri", "x")) if adapter else None,
         )
         texts: list[str] = []
-        stream = self._service.generate(request)
+        source = self._service.whole if spec.get("whole") else self._service
+        stream = source.generate(request)
         try:
             async for deltas in stream:
                 texts.extend(delta.text for delta in deltas)

@@ -23,6 +23,7 @@ DIE_AT_START = 900_001  # the engine dies before the first token, once per clust
 DIE_AT_THIRD = 900_003
 OVERLOADED = 900_004
 NO_END = 900_005  # the stream ends without a finish_reason
+DIE_ONCE_AT_THIRD = 900_006  # once per cluster
 
 
 class FakeEngineClient:
@@ -76,7 +77,9 @@ class FakeEngineClient:
         try:
             for count in range(1, total + 1):
                 await asyncio.sleep(self._token_s)
-                if magic == DIE_AT_THIRD and count == 3:
+                if count == 3 and (
+                    magic == DIE_AT_THIRD or (magic == DIE_ONCE_AT_THIRD and await self._first_time(request))
+                ):
                     await self._die()
                 is_last = count == total and magic != NO_END
                 yield [

@@ -16,7 +16,7 @@ import pytest
 
 from engine.request import AdapterRef
 from tests.cluster.conftest import NODE, App, StartApp
-from tests.cluster.fake_engine import DIE_AT_START, DIE_AT_THIRD, NO_END, OVERLOADED
+from tests.cluster.fake_engine import DIE_AT_START, DIE_AT_THIRD, DIE_ONCE_AT_THIRD, NO_END, OVERLOADED
 
 pytestmark = pytest.mark.cluster
 
@@ -111,7 +111,16 @@ def test_a_lost_replica_costs_a_retry_or_an_error_and_comes_back_warm(
     replacement = next(stats for stats in app.stats() if stats["pid"] not in before)
     assert replacement["adapters"]["static"]["tier"] == "hbm"
 
-    # after a token: an error, and nothing twice
+    # after a token, of an answer that nobody has seen: all of it from the other one
+    marker = str(tmp_path / "died in the middle")
+    others = {stats["pid"] for stats in app.stats()}
+    (answer,) = app.generate({"prompt": [DIE_ONCE_AT_THIRD], "id": marker, "max_tokens": 9, "whole": True})
+    assert (answer["error"], answer["tokens"]) == (None, 9)
+    assert Path(marker).exists()
+    eventually(lambda: len(app.stats()) == 2, timeout_s=20)
+    assert int(answer["pid"]) in others & {stats["pid"] for stats in app.stats()}
+
+    # after a token that was seen: an error, and nothing twice
     (broken,) = app.generate({"prompt": [DIE_AT_THIRD], "max_tokens": 9})
     assert (broken["error"], broken["tokens"]) == ("EngineDead", 2)
     assert app.generate({})[0]["error"] is None

@@ -1,4 +1,7 @@
-"""Serve's errors become ours; a lost replica costs at most one retry and never a token twice."""
+"""Serve's errors become ours; a lost replica costs at most one retry and never a token twice.
+
+Of answers that are shown whole see `test_whole_answers.py`.
+"""
 
 from __future__ import annotations
 

@@ -71,6 +71,10 @@ class FakeService:
         self.pinned: set[str] = set()
         self.replicas: list[dict[str, Any]] = []  # their statistics
 
+    @property
+    def whole(self) -> FakeService:
+        return self
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[OutputDelta]]:
         self.requests.append(request)
         self.num_running += 1
