@@ -46,12 +46,13 @@ from router.catalog_state import CatalogState
 from router.catalog_templates import Templates
 from router.catalog_upkeep import Upkeep, retry_delay_s
 from router.catalog_views import Views
+from router.limited_calls import LimitedCalls
 
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 5.0
 UPKEEP_S = 0.5
-MAX_UPKEEPS = 8  # adapters looked at together
+MAX_UPKEEPS = 8  # adapters looked at at a time
 NO_REPLICA = "no_replica"  # code of the error of a fleet that has none
 
 
@@ -93,6 +94,9 @@ class Catalog:
         self._discovered: dict[str, AdapterRef] = {}
         self._loading: dict[str, str] = {}  # new name -> URI, while it is loaded at run time
         self._upkeep = Upkeep()
+        self._looks = LimitedCalls[str](MAX_UPKEEPS)
+        self._farewells = LimitedCalls[str](MAX_UPKEEPS)
+        self._has_news = False  # of the upkeep, to be published
         self._refusals = Refusals()
         self._departures = Departures()
         self._templates = Templates(read_template)
@@ -122,14 +126,16 @@ class Catalog:
         await self._publish()
 
     async def keep_up(self) -> None:
-        """Look at the named adapters whose time has come, and at those that are gone, once."""
+        """Look at the named adapters whose time has come, and at those that are gone, once.
+
+        What an earlier call still looks at is left to that: one that is slow holds up no other.
+        """
         self._upkeep.want(self._named())
-        due = self._upkeep.due(time.monotonic())[:MAX_UPKEEPS]
-        if due:
-            await asyncio.gather(*(self._keep(name, uri) for name, uri in due))
-            await self._publish()
-        gone = self._departures.due(time.monotonic())[:MAX_UPKEEPS]
-        await asyncio.gather(*(self._let_go(name) for name in gone))
+        now = time.monotonic()
+        due = dict(self._upkeep.due(now))
+        await self._looks.run(due, lambda name: self._keep(name, due[name]))
+        await self._publish_news()
+        await self._farewells.run(self._departures.due(now), self._let_go)
 
     async def lookup(self, name: str) -> AdapterRef:
         """Raises ModelNotFound or AdapterRefused; Unavailable or AccessDenied while nobody can tell, or while
@@ -265,9 +271,11 @@ class Catalog:
             await asyncio.sleep(retry_delay_s(failures) if failures else REFRESH_S)
 
     async def _keep_up_forever(self) -> None:
-        while True:
-            await self.keep_up()
-            await asyncio.sleep(UPKEEP_S)
+        async with asyncio.TaskGroup() as rounds:
+            while True:
+                rounds.create_task(self.keep_up())
+                await asyncio.sleep(UPKEEP_S)
+                await self._publish_news()
 
     async def _list(self) -> None:
         if self._source is not None:
@@ -316,6 +324,8 @@ class Catalog:
             logger.warning("adapter %s: %s", name, error.message)
         else:
             self._upkeep.succeeded(name, uri, version, looked_at, time.monotonic())
+        finally:
+            self._has_news = True
 
     async def _let_go(self, name: str) -> None:
         """It was deleted at its source: replicas would hold it, and metrics name it, for ever."""
@@ -351,6 +361,11 @@ class Catalog:
     async def _described_version(self, uri: str) -> str:
         """Of what is there now, which may be newer than the listing."""
         return (await asyncio.to_thread(self._describe, uri)).version
+
+    async def _publish_news(self) -> None:
+        if self._has_news:
+            self._has_news = False
+            await self._publish()
 
     async def _publish(self) -> None:
         before, self._entries = self._entries, self._merged()

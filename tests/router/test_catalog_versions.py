@@ -16,7 +16,7 @@ from engine.errors import (
 from engine.request import AdapterRef
 from router import catalog as catalog_module
 from router import catalog_departures, catalog_upkeep
-from router.catalog import NO_REPLICA
+from router.catalog import NO_REPLICA, Catalog
 from router.catalog_entry import Canary
 from tests.router.catalog_fakes import DOWN, FakeFleet, FakeSource, build, names, run, states
 
@@ -135,6 +135,56 @@ def test_an_adapter_that_is_unloaded_as_a_replica_starts_does_not_end_it() -> No
         assert starting.result() == []
 
     run(main)
+
+
+def test_one_that_loads_slowly_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only so many load together, and none twice."""
+    monkeypatch.setattr(catalog_module, "UPKEEP_S", 0.01)
+
+    async def main() -> None:
+        static = {"a-slow-one": "src/a", **{f"n{index:02}": "src/a" for index in range(20)}}
+        fleet = SlowFleet("a-slow-one")
+        catalog = build(FakeSource(a="1"), None, fleet, 30, **static)
+        upkeep = asyncio.create_task(catalog.run())
+        for name in static.keys() - {"a-slow-one"}:
+            await until_ready(catalog, name)
+        assert (await states(catalog))["a-slow-one"] == ("pending", None)
+        assert fleet.most == catalog_module.MAX_UPKEEPS
+        fleet.may_end.set()
+        await until_ready(catalog, "a-slow-one")
+        assert sorted(ref.name for ref in fleet.loaded) == sorted(static)
+        upkeep.cancel()
+
+    run(main)
+
+
+async def until_ready(catalog: Catalog, name: str) -> None:
+    snapshot = await catalog.wait("test", "", 0)
+    entries = snapshot.applied_to({})
+    while entries[name].status.state != "ready":
+        snapshot = await catalog.wait("test", snapshot.epoch, snapshot.version)
+        entries = snapshot.applied_to(entries)
+
+
+class SlowFleet(FakeFleet):
+    """Loads that adapter when it may end, and the others soon."""
+
+    def __init__(self, slow: str) -> None:
+        super().__init__()
+        self.may_end = asyncio.Event()
+        self.most = 0  # loads at a time
+        self._slow = slow
+        self._num_loading = 0
+
+    async def load_adapter(self, ref: AdapterRef) -> None:
+        self._num_loading += 1
+        self.most = max(self.most, self._num_loading)
+        if ref.name == self._slow:
+            await self.may_end.wait()
+        else:
+            await asyncio.sleep(0.02)
+        self._num_loading -= 1
+        self.loaded.append(ref)
 
 
 def test_only_so_many_named_adapters_are_kept_on_the_replicas() -> None:
