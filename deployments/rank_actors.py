@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import replace
+import socket
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.config import EngineConfig
-from engine.tensor_parallel.seats import TOKEN_ENV, free_address
+from engine.tensor_parallel.seats import TOKEN_ENV, reserve_address
 
 
 class RankActor:
@@ -32,10 +33,18 @@ class RankActor:
         serve(connect(address, rank))
 
 
-def start_ranks(engine: EngineConfig) -> tuple[EngineConfig, list[Any]]:
-    """Called in the replica: its engine's configuration, and the actors, which live as their handles do."""
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """They live as this does."""
+
+    actors: list[Any]
+    place: socket.socket  # keeps the address for the engine process, which listens there later
+
+
+def start_ranks(engine: EngineConfig) -> tuple[EngineConfig, Ranks]:
+    """Called in the replica: its engine's configuration, and the other ranks."""
     placement_group = ray.util.get_current_placement_group()
-    address = free_address(ray.util.get_node_ip_address())
+    place, address = reserve_address(ray.util.get_node_ip_address())
     token = os.environ[TOKEN_ENV] = secrets.token_hex(32)  # the engine process inherits it
     gpus = 1 if engine.device == "cuda" else 0
     actors = []
@@ -45,4 +54,4 @@ def start_ranks(engine: EngineConfig) -> tuple[EngineConfig, list[Any]]:
         actor = ray.remote(RankActor).options(**options).remote()
         actor.run.remote(address, token, rank)
         actors.append(actor)
-    return replace(engine, rank_address=address), actors
+    return replace(engine, rank_address=address), Ranks(actors, place)

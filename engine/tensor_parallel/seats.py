@@ -126,10 +126,13 @@ def connect(address: str, rank: int) -> socket.socket:
     return sock
 
 
-def free_address(host: str) -> str:
-    """Where nobody listens now."""
-    with _listen(f"{host}:0") as server:
-        return f"{host}:{server.getsockname()[1]}"
+def reserve_address(host: str) -> tuple[socket.socket, str]:
+    """Where `accept_guests` can listen, in any process; while the socket is open nobody else gets it."""
+    place = socket.socket(_family(host))
+    # bound and not listened at, its port goes to those only who also set this and ask for it by its number
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    place.bind(_parse(f"{host}:0"))
+    return place, f"{host}:{place.getsockname()[1]}"
 
 
 def _greet(sock: socket.socket, token: str) -> int | None:
@@ -157,7 +160,11 @@ def _notice_death(sock: socket.socket) -> None:
 
 def _listen(address: str) -> socket.socket:
     host, port = _parse(address)
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return socket.create_server((host, port), family=_family(host))
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _parse(address: str) -> tuple[str, int]:

@@ -158,7 +158,7 @@ class Replica:
 
         rank_actors.RankActor = RankWithoutEngine  # type: ignore[assignment, misc]
         _, ranks = rank_actors.start_ranks(engine)
-        return [visible_gpus(), *ray.get([rank.run.remote("", "", 0) for rank in ranks])]
+        return [visible_gpus(), *ray.get([rank.run.remote("", "", 0) for rank in ranks.actors])]
 
 
 def visible_gpus() -> tuple[str, str]:

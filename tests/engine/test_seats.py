@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -21,16 +22,19 @@ from engine.client import EngineClient
 from engine.errors import InvalidRequest, Unavailable
 from engine.tensor_parallel import messages, seats
 from engine.tensor_parallel.messages import Kind
-from engine.tensor_parallel.seats import TOKEN_ENV, Guest, accept_guests, connect, free_address
+from engine.tensor_parallel.seats import TOKEN_ENV, Guest, accept_guests, connect, reserve_address
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 TOKEN = "a secret of the group"
+IP_LOCAL_PORT_RANGE = 51  # of linux/in.h; Python has no name for it yet
 
 
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> str:
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(TOKEN_ENV, TOKEN)
-    return free_address("127.0.0.1")
+    place, address = reserve_address("127.0.0.1")
+    with place:
+        yield address
 
 
 @contextmanager
@@ -171,14 +175,29 @@ def test_ranks_meet_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_ENV, TOKEN)
     came: list[Guest] = []
     try:
-        address = free_address("[::1]")
+        place, address = reserve_address("[::1]")
     except OSError:
         pytest.skip("this machine has no IPv6")
     thread = accept(address, 2, came)
-    with connect(address, 1):
+    with place, connect(address, 1):
         thread.join(timeout=10)
         (guest,) = came
         guest.stop()
+
+
+def test_an_address_that_is_reserved_goes_to_nobody_else(address: str) -> None:
+    """Before the engine process listens, another group may begin, and others may ask for any port."""
+    host, _, port = address.rpartition(":")
+    one_port = struct.pack("I", int(port) | int(port) << 16)
+    for reuses in (0, 1):
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
+            try:
+                other.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, one_port)
+            except OSError:
+                pytest.skip("this kernel cannot be told which ports to pick from")
+            with pytest.raises(OSError, match="in use"):
+                other.bind((host, 0))
 
 
 def _is_closed(sock: socket.socket) -> bool:
