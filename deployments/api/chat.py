@@ -9,6 +9,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from deployments.api.bodies import Unchecked, checked
 from deployments.api.delta_stream import Batch, CollectedChoice, DeltaStream
 from deployments.api.disconnect import unless_disconnected
 from deployments.api.logprobs import chat_logprobs
@@ -28,7 +29,8 @@ class ChatCompletions:
         self._resolver = resolver
         self._prompts = prompts
 
-    async def create(self, body: ChatCompletionRequest, request: Request) -> Response:
+    async def create(self, body: Unchecked[ChatCompletionRequest], request: Request) -> Response:
+        body = await checked(ChatCompletionRequest, body, request)
         answer = self._answer(body, f"chatcmpl-{request.state.request_id}")
         return await unless_disconnected(request.receive, answer)
 

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from deployments.api.bodies import Unchecked, checked
 from deployments.api.delta_stream import Batch, DeltaStream
 from deployments.api.disconnect import unless_disconnected
 from deployments.api.logprobs import TokenBytes, completion_logprobs
@@ -32,7 +33,8 @@ class Completions:
         self._resolver = resolver
         self._prompts = prompts
 
-    async def create(self, body: CompletionRequest, request: Request) -> Response:
+    async def create(self, body: Unchecked[CompletionRequest], request: Request) -> Response:
+        body = await checked(CompletionRequest, body, request)
         answer = self._answer(body, f"cmpl-{request.state.request_id}")
         return await unless_disconnected(request.receive, answer)
 

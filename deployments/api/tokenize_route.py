@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastapi import Request
+
+from deployments.api.bodies import Unchecked, checked
 from deployments.api.model_resolver import ModelResolver
 from deployments.api.prompts import PromptEncoder
 from deployments.api.protocol import DetokenizeRequest, TokenizeRequest
@@ -17,7 +20,8 @@ class Tokenization:
         self._prompts = prompts
         self._settings = settings
 
-    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(self, body: Unchecked[TokenizeRequest], request: Request) -> dict[str, Any]:
+        body = await checked(TokenizeRequest, body, request)
         model = await self._resolver.resolve(self._name(body.model))
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
@@ -31,7 +35,8 @@ class Tokenization:
             tokens = await self._prompts.encode(body.prompt, body.add_special_tokens)
         return {"count": len(tokens), "max_model_len": self._settings.max_model_len, "tokens": tokens}
 
-    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(self, body: Unchecked[DetokenizeRequest], request: Request) -> dict[str, str]:
+        body = await checked(DetokenizeRequest, body, request)
         await self._resolver.resolve(self._name(body.model))
         (text,) = await self._prompts.texts([body.tokens], "tokens")
         return {"prompt": text}
