@@ -44,7 +44,8 @@ def test_a_group_of_two_ranks_serves_and_is_replaced_when_one_dies(tmp_path: Pat
             time.sleep(0.5)
             os.kill(rank, signal.SIGKILL)
             killed = time.monotonic()
-            assert running.result(timeout=10).status in (500, 503)
+            # it waits for the group that follows, as long as requests wait
+            assert running.result(timeout=60).status in (200, 503)
         while server.complete("a").status != 200:
             assert time.monotonic() - killed < 90, "it is not replaced"
             time.sleep(0.5)
