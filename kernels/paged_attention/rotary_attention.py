@@ -2,13 +2,14 @@
 
 That is in steps of decodes, for heads of 128 dimensions, on GPUs with a tensor memory accelerator: it brings
 what is older than the step into shared memory, page by page, while the product of queries, keys and values
-still runs. On an H200, alone and for 64 contexts of 144 tokens, 15.7 us instead of 17.2 with Llama-3-8B's
-heads, 9.8 instead of 13.6 with half of them; for 8 contexts of half the heads 4.3 instead of 7.3.
+still runs. On an H200 a draft of it took, alone and for 64 contexts of 144 tokens, 15.6 us instead of 17.2
+with Llama-3-8B's heads, 9.8 instead of 13.6 with half of them; for 8 contexts and half the heads 4.3 instead
+of 7.3. (What runs now: kernels.paged_attention.bench.)
 
-Tried there: the same kernel in Triton without Gluon, whose loads pass through registers (no quicker than two
-launches from 64 sequences on); two blocks in shared memory, not one (half of the heads 20 % quicker at 144
-tokens, 15 % slower at 1,000); one warp, or two, a program (up to 15 % quicker for many short contexts, 30 %
-slower for long ones).
+Tried there: the same in Triton without Gluon, whose loads ahead can only go to registers (with 64 sequences
+steps were no shorter than with two launches); two blocks in shared memory, not one (half of the heads 20 %
+quicker at 144 tokens, 15 % slower at 1,000); one warp, or two, a program (up to 12 % quicker for many short
+contexts, 30 % slower for long ones).
 """
 
 from __future__ import annotations
@@ -52,55 +53,19 @@ def rotary_attention(
     if plan.num_tiles or not has_one_launch(qkv, kv_pages):
         q = rotary_kv_write(qkv, cos, sin, kv_pages, layer, kv_slots, delta, slots, pdl=pdl)
         return paged_attention(q, kv_pages, layer, page_table, plan, pdl=pdl)
-    num_heads = plan.workspace.partial_out.shape[1]
-    out = qkv.new_empty(len(qkv), num_heads, HEAD_DIM)
-    return _rotary_decode(qkv, cos, sin, kv_pages, layer, kv_slots, page_table, plan, delta, slots, out, pdl)
-
-
-def has_one_launch(qkv: torch.Tensor, kv_pages: torch.Tensor) -> bool:
-    page_tokens, num_kv_heads, head_dim = kv_pages.shape[3:]
-    width = num_kv_heads * head_dim
-    return (
-        qkv.device.type != "cpu"  # the interpreter has no Gluon
-        and is_at_least_hopper(qkv.device)
-        and qkv.dtype in (torch.bfloat16, torch.float16)
-        and head_dim == HEAD_DIM
-        # boxes of pages lie in a block as the block's own rows do
-        and page_tokens % 8 == 0
-        and BLOCK_KEYS % page_tokens == 0
-        and kv_pages.stride()[1:] == (2 * page_tokens * width, page_tokens * width, width, head_dim, 1)
-        and kv_pages.stride(0) % width == 0
-        and kv_pages.data_ptr() % 16 == 0
-        and _kernel() is not None
-    )
-
-
-def _rotary_decode(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    kv_pages: torch.Tensor,
-    layer: int,
-    kv_slots: torch.Tensor,
-    page_table: torch.Tensor,
-    plan: AttentionPlan,
-    delta: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    out: torch.Tensor,
-    pdl: bool,
-) -> torch.Tensor:
     assert (delta is None) == (slots is None)
-    for tensor in (qkv, cos, sin, out):
+    for tensor in (qkv, cos, sin):
         assert tensor.is_contiguous()
     assert delta is None or (delta.shape == qkv.shape and delta.is_contiguous())
     assert page_table.stride(1) == 1
     workspace = plan.workspace
     num_kv_heads = workspace.num_kv_heads
-    num_heads = out.shape[1]
+    num_heads = workspace.partial_out.shape[1]
     page_tokens = kv_pages.shape[3]
-    assert qkv.shape == (len(out), (num_heads + 2 * num_kv_heads) * HEAD_DIM)
-    assert kv_pages.shape[4:] == (num_kv_heads, HEAD_DIM)
-    assert workspace.partial_out.shape[1:] == out.shape[1:]
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * HEAD_DIM
+    assert kv_pages.shape[4] == num_kv_heads
+    assert workspace.partial_out.shape[2] == HEAD_DIM
+    out = qkv.new_empty(len(qkv), num_heads, HEAD_DIM)
     width = num_kv_heads * HEAD_DIM
     rows_of_page = kv_pages.stride(0) // width
     num_rows = (len(kv_pages) - 1) * rows_of_page + kv_pages[0].numel() // width
@@ -138,6 +103,24 @@ def _rotary_decode(
         num_warps=WARPS,
     )
     return out
+
+
+def has_one_launch(qkv: torch.Tensor, kv_pages: torch.Tensor) -> bool:
+    page_tokens, num_kv_heads, head_dim = kv_pages.shape[3:]
+    width = num_kv_heads * head_dim
+    return (
+        qkv.device.type != "cpu"  # the interpreter has no Gluon
+        and is_at_least_hopper(qkv.device)
+        and qkv.dtype in (torch.bfloat16, torch.float16)
+        and head_dim == HEAD_DIM
+        # boxes of pages lie in a block as the block's own rows do
+        and page_tokens % 8 == 0
+        and BLOCK_KEYS % page_tokens == 0
+        and kv_pages.stride()[1:] == (2 * page_tokens * width, page_tokens * width, width, head_dim, 1)
+        and kv_pages.stride(0) % width == 0
+        and kv_pages.data_ptr() % 16 == 0
+        and _kernel() is not None
+    )
 
 
 @cache

@@ -74,12 +74,10 @@ def rotary_decode_kernel(
 
     scale includes log2(e): exponentials are powers of two.
     """
-    GROUP: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8]
     )
     of_heads: gl.constexpr = gl.SliceLayout(0, mma)
-    a: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     b: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     kv_head = gl.program_id(0)
     unit = gl.program_id(1)
@@ -115,6 +113,44 @@ def rotary_decode_kernel(
     high = gl.convert_layout(v_high, mma)
     q_low = gl.convert_layout(q_low, b)
     q_high = gl.convert_layout(q_high, b)
+    best, weight, low, high = _attend(
+        q_low, q_high, best, weight, low, high, scale, old, pages_ptr, num_pages, kv_desc, first_row, column,
+        block, has_come, ROWS_OF_PAGE, PAGE_TOKENS, WARPS,
+    )  # fmt: skip
+    _put_split(
+        out_ptr, partial_out_ptr, partial_max_ptr, partial_sum_ptr, arrivals_ptr, best, weight, low, high,
+        row, seq, kv_head, unit, split, num_splits, NUM_HEADS, NUM_KV_HEADS, N, WARPS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _attend(
+    q_low: gl.tensor,
+    q_high: gl.tensor,
+    best: gl.tensor,
+    weight: gl.tensor,
+    low: gl.tensor,
+    high: gl.tensor,
+    scale: gl.tensor,
+    old: gl.tensor,
+    pages_ptr: gl.tensor,
+    num_pages: gl.tensor,
+    kv_desc: gl.tensor,
+    first_row: gl.tensor,
+    column: gl.tensor,
+    block: gl.tensor,
+    has_come: gl.tensor,
+    ROWS_OF_PAGE: gl.constexpr,
+    PAGE_TOKENS: gl.constexpr,
+    WARPS: gl.constexpr,
+) -> tuple[gl.tensor, ...]:
+    """Queries [C, N] over `old` tokens, whose first block is on its way, and what was before: maxima [N],
+    sums of exponentials [N], products [C, N], low and high.
+    """
+    mma: gl.constexpr = low.type.layout
+    N: gl.constexpr = low.shape[1]
+    a: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    b: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     for i in range(gl.cdiv(old, BLOCK_KEYS)):
         next_page = (i + 1) * (BLOCK_KEYS // PAGE_TOKENS)
         pages = _page_ids(pages_ptr, next_page, num_pages, PAGE_TOKENS)
@@ -141,10 +177,7 @@ def rotary_decode_kernel(
                 pages, next_page, num_pages, kv_desc, first_row, column, block, has_come,
                 ROWS_OF_PAGE, PAGE_TOKENS,
             )  # fmt: skip
-    _put_split(
-        out_ptr, partial_out_ptr, partial_max_ptr, partial_sum_ptr, arrivals_ptr, best, weight, low, high,
-        row, seq, kv_head, unit, split, num_splits, NUM_HEADS, GROUP, NUM_KV_HEADS, N, WARPS,
-    )  # fmt: skip
+    return best, weight, low, high
 
 
 @gluon.jit
@@ -303,12 +336,12 @@ def _put_split(
     split: gl.tensor,
     num_splits: gl.tensor,
     NUM_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     N: gl.constexpr,
     WARPS: gl.constexpr,
 ) -> None:
     """What a split found: where it is the whole sequence, its result. The last of several merges them all."""
+    GROUP: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
     head = gl.arange(0, N, gl.SliceLayout(0, layout))
     dim = gl.arange(0, HALF, gl.SliceLayout(1, layout))

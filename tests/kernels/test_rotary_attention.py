@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
+from kernels import paged_attention
+from kernels.paged_attention import rotary_attention as module
 from kernels.paged_attention.reference import paged_attention as paged_attention_reference
 from kernels.paged_attention.rotary_attention import has_one_launch, rotary_attention
 from kernels.paged_attention.triton import DECODE_KEYS
@@ -129,3 +132,21 @@ def test_takes_one_launch() -> None:
     assert not takes(dtype=torch.float32)
     assert not takes(page_tokens=4)
     assert not takes(page_tokens=128)
+
+
+@pytest.fixture
+def no_gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As with a Triton that lacks what the kernel needs."""
+    monkeypatch.delattr(paged_attention, "rotary_decode_kernel", raising=False)
+    monkeypatch.setitem(sys.modules, "kernels.paged_attention.rotary_decode_kernel", None)
+    module._kernel.cache_clear()
+    yield
+    module._kernel.cache_clear()
+
+
+@pytest.mark.usefixtures("no_gluon")
+def test_without_gluon_there_is_no_kernel_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert module._kernel() is None
+    assert module._kernel() is None
+    assert caplog.text.count("a launch more") == 1
+    Step.of([(1, 70)], dtype=torch.float16).check()
