@@ -30,6 +30,12 @@ class Loopback(Alone):
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x], dim=1)
 
+    def gather_parts(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, x])
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(0)  # what this rank sends the other one comes back as the other's part of its own
+
     def peer_buffers(self, max_rows: int, width: int, dtype: torch.dtype) -> PeerSets | None:
         if not self._sends:
             return None

@@ -167,7 +167,8 @@ class CudaLlama:
         device = weights.embed.device
         cos_PD, sin_PD = rotary_table(spec.rope, spec.shape.head_dim, max_model_len)
         self._cos_PD, self._sin_PD = cos_PD.to(device), sin_PD.to(device)
-        self.qkv, self.o, self.gate_up, self.down = fused_modules(spec.shape)
+        self.modules = fused_modules(spec.shape)
+        self.qkv, self.o, self.gate_up, self.down = self.modules
 
     def hidden(
         self,

@@ -38,6 +38,7 @@ from kernels.gpu import is_at_least_hopper
 from kernels.linear.tiles import MOST_TILE_ROWS
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, Split
+from kernels.sgmv.handover import WORD, Handover, num_words
 from kernels.sgmv.lists import ListCounts, lists_size, write_lists
 from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
 from kernels.sgmv.workspace import SgmvWorkspace
@@ -109,6 +110,9 @@ class CudaRunner:
         self._attention = AttentionWorkspace.allocate(
             most, max_tokens, shape.num_heads, shape.num_kv_heads, shape.head_dim, device
         )
+        self._handover = None
+        if split is not None:
+            self._handover = self._share(comm, split, graph_plans[most])
         self._sgmv = {b: self._workspace(plan, self._graph_inputs) for b, plan in graph_plans.items()}
         self._eager_sgmv = self._workspace(eager_plan, self._eager_inputs)
         self._logits = torch.empty(
@@ -319,14 +323,25 @@ class CudaRunner:
         )
 
     def _workspace(self, plan: SgmvPlan, inputs: StepInputs) -> SgmvWorkspace:
-        model = self._model
-        modules = (model.qkv, model.o, model.gate_up, model.down)
         lists = inputs.device["lists"][: lists_size(plan)]
-        return SgmvWorkspace(plan, modules, self._pool, self._table, lists, self._split)
+        return SgmvWorkspace(
+            plan, self._model.modules, self._pool, self._table, lists, self._split, self._handover
+        )
+
+    def _share(self, comm: Comm, split: Split, plan: SgmvPlan) -> Handover | None:
+        """What fully sharded adapters need of the ranks' memory, under plans of up to this one's tokens."""
+        sets = comm.peer_buffers(1, num_words(plan, self._model.modules, split), WORD)
+        if sets is None:
+            return None
+        one = torch.zeros(1, device=self._pool.device)
+        num_layers, num_projections = self._table.ranks.shape[1:]
+        return Handover(sets, split, num_layers * num_projections, lambda: comm.all_reduce(one))
 
     def _write_lists(self, workspace: SgmvWorkspace, batch: Batch, inputs: StepInputs) -> ListCounts:
         plan = workspace.plan
-        return write_lists(plan, batch.segments, self._copies.ranks, inputs.host["lists"][: lists_size(plan)])
+        step = 0 if self._handover is None else self._handover.next_step()
+        lists = inputs.host["lists"][: lists_size(plan)]
+        return write_lists(plan, batch.segments, self._copies.ranks, lists, step)
 
     def _apply_memory(self, plan: StepPlan, images: Mapping[str, AdapterImage]) -> None:
         for eviction in plan.evictions:

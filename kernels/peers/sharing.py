@@ -33,12 +33,15 @@ common, so in a later one it would wait where the ranks of the first one met.
 def share_memory(
     max_rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[PeerBuffers, PeerBuffers] | None:
-    """The sets for sums of `max_rows` rows or fewer; None on all ranks if one of them cannot share memory.
+    """The sets for `max_rows` rows or fewer; None on all ranks if one of them cannot share memory, or if a
+    row is more than may be sent at once.
 
     All ranks of the default process group must call it at once; `device`: this rank's.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     max_rows = min(max_rows, most_rows(world, width, dtype))
+    if max_rows == 0:
+        return None
     nbytes = symmetric_bytes(world, max_rows, width, dtype)
     if not _are_on_one_host(device):
         logger.info("the ranks are on several hosts: sums go through NCCL")

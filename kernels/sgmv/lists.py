@@ -1,6 +1,6 @@
 """What the kernels walk in one step: row blocks of its segments. Host only, one int32 array for one copy.
 
-    header     number of items, number of blocks, 0, 0
+    header     number of items, number of blocks, number of the step (kernels.sgmv.handover), 0
     items      SgmvPlan.max_items + 1 of (first token, tokens, slot, rank blocks)    for the shrink
     blocks     SgmvPlan.max_blocks + 1 of (first token, tokens, slot, rank blocks)   for the expand
 
@@ -19,6 +19,7 @@ from kernels.sgmv.plan import SgmvPlan
 from kernels.sgmv.table import RANK_BLOCK, Segment
 
 HEADER = 4
+STEP_FIELD = 2
 FIELDS = 4
 COUNT_SHIFT = 16
 
@@ -38,7 +39,7 @@ def blocks_start(plan: SgmvPlan) -> int:
 
 
 def write_lists(
-    plan: SgmvPlan, segments: Sequence[Segment], slot_ranks: np.ndarray, out: np.ndarray
+    plan: SgmvPlan, segments: Sequence[Segment], slot_ranks: np.ndarray, out: np.ndarray, step: int = 0
 ) -> ListCounts:
     """Fill `out` [lists_size(plan)] int32.
 
@@ -63,6 +64,7 @@ def write_lists(
     assert counts.blocks <= plan.max_blocks, "more than the plan allows"
     out[:] = 0
     out[:2] = counts.items, counts.blocks
+    out[STEP_FIELD] = step
     out[HEADER : HEADER + items.size] = items.ravel()
     out[blocks_start(plan) :][: blocks.size] = blocks.ravel()
     return counts

@@ -47,6 +47,10 @@ class Split:
         """Of the `rank` rows that were dealt."""
         return (rank + self.world - 1 - self.rank) // self.world
 
+    def most_rows(self, rank: int) -> int:
+        """Of any rank of the group."""
+        return -(-rank // self.world)
+
 
 def exchange(planes: torch.Tensor, split: Split, by_output: bool) -> torch.Tensor:
     """For the GPU's op: what A leaves in planes [splits, T, slices x ranks], as B takes it, with one plane.

@@ -5,7 +5,8 @@
     shrink    x [T, in] -> planes [splits, T, slices x rank] fp32, partial sums over parts of K
     expand    planes -> out [T, columns]: the planes' sum times B and the scale; stored, or added to y
 
-In a group that deals out adapters' rows, kernels.sgmv.split.exchange comes between the two.
+In a group that deals out adapters' rows, kernels.sgmv.split.exchange comes between the two, or they hand over
+the sums by themselves (kernels.sgmv.handover).
 
 Resolving first keeps a unit's chain of dependent loads at two: its tile's place, then the tile. What units
 there are stands in device memory, so that one captured graph serves any batch of its bucket. No atomics:
@@ -21,6 +22,7 @@ import triton
 
 from kernels.peers.triton import PeerBuffers, SendArguments
 from kernels.sgmv import decode_kernel, prefill_kernel
+from kernels.sgmv.handover import HandoverArguments
 from kernels.sgmv.lists import blocks_start
 from kernels.sgmv.plan import SgmvPlan
 from kernels.sgmv.split import Split
@@ -75,12 +77,14 @@ def shrink(
     align: int,
     num_ctas: int,
     pdl: bool = False,
+    handover: HandoverArguments | None = None,
 ) -> None:
     """x [T, in] contiguous -> planes [splits, T or more, slices x most rows of A] fp32, contiguous.
 
     Only rows and ranks that the lists name are written. `layer_module` is the first projection's row in
     a_tiles; `align` divides every tile's offset and width. `num_ctas`: any number in decode, one a unit in
     prefill. `pdl`: the next launch on the stream is an expand with `pdl`, which may start before this ends.
+    `handover`: in decode; the ranks' memory gets the sums instead, and of planes only the shape counts.
     """
     tile, slices = plan.shrink, len(module.widths)
     assert x.is_contiguous()
@@ -90,7 +94,10 @@ def shrink(
     decode = plan.kind == "decode"
     kernel = decode_kernel.shrink_kernel if decode else prefill_kernel.shrink_kernel
     prefill = {"RANK_BLOCKS": tile.rank_blocks, "GROUP": tile.group(slices)}
-    own = {"WARPS": tile.num_warps, "PDL": pdl} if decode else prefill
+    own: dict[str, Any] = prefill
+    if decode:
+        own = {"WARPS": tile.num_warps, "PDL": pdl}
+        own |= _handover_arguments(handover or HandoverArguments.none(planes))
     kernel[(num_ctas,)](
         x,
         pool,
@@ -129,6 +136,7 @@ def expand(
     add: bool,
     pdl: bool = False,
     peers: PeerBuffers | None = None,
+    handover: HandoverArguments | None = None,
 ) -> None:
     """planes [any, T or more, slices x most rows of B] -> out [T, columns], both contiguous.
 
@@ -137,6 +145,7 @@ def expand(
 
     `pdl`: in decode, behind a shrink with `pdl`, for which it waits.
     `peers`: in decode, as wide as `out`; each of them, this rank too, gets what else would be in `out`.
+    `handover`: in decode, as of the shrink; of planes nothing is read then, but their shape.
     In prefill the sum of the planes passes through x's dtype, in two parts: in fp16 it must stay below 65504.
     """
     tile = plan.expand
@@ -152,6 +161,7 @@ def expand(
         rows, max_rows, rank, world = SendArguments.of(peers, out)
         own = {"sent_ptrs": rows, "max_sent_rows": max_rows, "RANK": rank, "WORLD": world}
         own |= {"PDL": pdl, "launch_pdl": pdl}
+        own |= _handover_arguments(handover or HandoverArguments.none(planes))
     else:
         assert peers is None
     kernel[(num_ctas,)](
@@ -179,6 +189,18 @@ def expand(
         num_warps=tile.num_warps,
         **own,
     )
+
+
+def _handover_arguments(handover: HandoverArguments) -> dict[str, Any]:
+    """Arguments of both kernels."""
+    return {
+        "words_ptrs": handover.words,
+        "part": handover.part,
+        "calls": handover.num_calls,
+        "HOW": handover.how,
+        "GROUP_RANK": handover.rank,
+        "GROUP_SIZE": handover.world,
+    }
 
 
 def expand_silu_mul(

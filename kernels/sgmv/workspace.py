@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from kernels.peers.triton import PeerBuffers
+from kernels.sgmv.handover import Handover, HandoverArguments
 from kernels.sgmv.lists import ListCounts, lists_size
 from kernels.sgmv.plan import SgmvPlan
 from kernels.sgmv.split import Split, exchange
@@ -47,10 +48,12 @@ class SgmvWorkspace:
         table: AdapterTable,
         lists: torch.Tensor | None = None,
         split: Split | None = None,
+        handover: Handover | None = None,
     ) -> None:
         """`modules`: every one that will come. `lists`: int32 [lists_size(plan)], part of a larger copy.
 
-        `split`: adapters are dealt out so; all ranks must then make the same calls.
+        `split`: adapters are dealt out so; all ranks must then make the same calls. `handover`: by which
+        they go in decode; the lists then need a number of the step, another one in each.
         """
         device = pool.device
         self.plan = plan
@@ -59,6 +62,7 @@ class SgmvWorkspace:
         )
         assert self.lists.shape == (lists_size(plan),)
         self._pool, self._table, self._split = pool, table, split
+        self._handover = handover if plan.kind == "decode" else None
         self._num_projections = table.ranks.shape[2]
         num_modules = table.ranks.shape[1] * self._num_projections
         self._a_tiles, self._b_tiles = (
@@ -68,7 +72,8 @@ class SgmvWorkspace:
                 (plan.max_blocks, plan.rank_blocks),
             )
         )
-        shapes = {module: plane_shape(plan, module, split) for module in modules}
+        is_handed = self._handover is not None
+        shapes = {module: plane_shape(plan, module, split, is_handed) for module in modules}
         self._sums = torch.empty(max(map(math.prod, shapes.values())), dtype=torch.float32, device=device)
         self._planes = {
             module: self._sums[: math.prod(shape)].view(shape) for module, shape in shapes.items()
@@ -128,7 +133,8 @@ class SgmvWorkspace:
         # free, long enough for LoRA.
         y = gemm() if leaves_room or module == self._widest else None
         with torch.cuda.stream(self._side):
-            self._run(delta, x, module, layer, None, False, pdl and self._split is None, peers)
+            is_one_chain = self._split is None or self._handover is not None
+            self._run(delta, x, module, layer, None, False, pdl and is_one_chain, peers)
         y = gemm() if y is None else y
         if peers is None or layer == self._last_layer:
             main.wait_stream(self._side)
@@ -217,6 +223,7 @@ class SgmvWorkspace:
             add,
             pdl,
             peers,
+            self._handed(module),
         )
 
     def _shrink(
@@ -247,10 +254,14 @@ class SgmvWorkspace:
                 items * plan.shrink.num_units(len(module.widths), module.in_features), _SHRINKS_PER_SM
             ),
             pdl,
+            self._handed(module),
         )
-        if self._split is None:
+        if self._split is None or self._handover is not None:
             return planes
         return exchange(planes[:, : len(x)], self._split, self._split.by_output[module.projection])
+
+    def _handed(self, module: FusedModule) -> HandoverArguments | None:
+        return None if self._handover is None else self._handover.arguments(module)
 
     def _layer_module(self, module: FusedModule, layer: int) -> int:
         """The row of its first projection in the resolved tiles."""
@@ -261,12 +272,14 @@ class SgmvWorkspace:
         return num_units if self.plan.kind == "prefill" else min(num_units, per_sm * self._num_sms)
 
 
-def plane_shape(plan: SgmvPlan, module: FusedModule, split: Split | None) -> tuple[int, int, int]:
-    """Splits of K, tokens, slices x ranks."""
+def plane_shape(
+    plan: SgmvPlan, module: FusedModule, split: Split | None, is_handed: bool = False
+) -> tuple[int, int, int]:
+    """Splits of K, tokens, slices x ranks; if handed over, those that are dealt to a rank of the group."""
     ranks = plan.rank_blocks * RANK_BLOCK
     if split is not None:
-        each = -(-plan.max_rank // split.world)
-        ranks = each if split.by_output[module.projection] else each * split.world
+        each = split.most_rows(plan.max_rank)
+        ranks = each if is_handed or split.by_output[module.projection] else each * split.world
     return plan.shrink.num_splits(module.in_features), plan.max_tokens, len(module.widths) * ranks
 
 

@@ -39,6 +39,7 @@ from engine.tensor_parallel.comm import ALONE, Comm, PeerSets
 from kernels.all_reduce.triton import all_reduce_add_rms_norm
 from kernels.peers.triton import split_symmetric, symmetric_bytes
 from kernels.sampling.triton import Logprobs
+from kernels.sgmv import Split
 from kernels.sgmv.lists import ListCounts
 from load_tests.random_engine import SPEC
 
@@ -151,6 +152,7 @@ def compile_steps(gpu: Gpu, worlds: Sequence[int]) -> list[Binary]:
             listener.tokens = SAMPLED
             _sample(runner)
             if listener.world > 1:
+                _take_fully_sharded_steps(listener)
                 _sum_in_larger_groups(listener)
     return listener.binaries
 
@@ -177,14 +179,15 @@ def _described(gpu: Gpu) -> Iterator[None]:
         yield
 
 
-def _runner(world: int) -> CudaRunner:
+def _runner(world: int, is_full: bool = False) -> CudaRunner:
     spec, shard = replace(SPEC, shape=replace(SPEC.shape, num_layers=2)), Shard(0, world)
     weights = allocate_weights(shard_shape(spec.shape, shard), False, torch.bfloat16, "meta")
     config = EngineConfig(
         model="", max_num_seqs=256, max_num_batched_tokens=2048, max_adapters=64, max_rank=64
     )
     comm = ALONE if world == 1 else _comm(world, len(weights.lm_head))
-    runner = CudaRunner(local_spec(spec, shard), weights, config, 64, 16, 4096, comm)
+    split = Split(0, world, shard_shape(spec.shape, shard).by_output, comm) if is_full else None
+    runner = CudaRunner(local_spec(spec, shard), weights, config, 64, 16, 4096, comm, split)
     for workspace in runner._sgmv.values():
         workspace._side = MagicMock()  # as on a GPU: the branch beside a product is launched ahead too
     return runner
@@ -202,6 +205,14 @@ def _peer_sets(world: int, max_rows: int, width: int, dtype: torch.dtype) -> Pee
     nbytes = symmetric_bytes(world, max_rows, width, dtype)
     memory = [torch.empty(nbytes, dtype=torch.uint8, device="meta") for _ in range(world)]
     return split_symmetric(memory, 0, max_rows, width, dtype)
+
+
+def _take_fully_sharded_steps(listener: _Listener) -> None:
+    runner = _runner(listener.world, is_full=True)
+    for kind in KINDS:
+        if kind.has_adapters and not kind.has_prefill:
+            listener.tokens = kind.bucket
+            _take_step(runner, kind)
 
 
 def _sum_in_larger_groups(listener: _Listener) -> None:

@@ -10,11 +10,13 @@ import torch
 
 from engine.shape import NUM_PROJECTIONS
 from kernels.sgmv import AdapterTable, Segment, Split
+from kernels.sgmv.handover import Handover
 from kernels.sgmv.lists import ListCounts, write_lists
 from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
 from kernels.sgmv.table import FusedModule
 from kernels.sgmv.workspace import SgmvWorkspace
 from kernels.silu_mul import silu_mul
+from tests.kernels.peer_memory import Sets
 from tests.kernels.test_sgmv import consecutive
 from tests.kernels.test_sgmv_split import BY_OUTPUT, local, part
 from tests.kernels.test_sgmv_triton import DEVICE, LAYER, NUM_LAYERS, World, small
@@ -59,7 +61,10 @@ class TurnExchange:
 class Rank:
     """One rank's part of a World's adapters, in a pool that is NaN everywhere else."""
 
-    def __init__(self, whole: World, rank: int, turns: Turns, plan: SgmvPlan) -> None:
+    def __init__(
+        self, whole: World, rank: int, turns: Turns, plan: SgmvPlan, sets: Sets | None = None
+    ) -> None:
+        """`sets`: of this rank, to hand over what `turns` exchange else."""
         self._rank, self._world = rank, len(turns.given)
         shape = (len(whole.adapters), NUM_LAYERS, NUM_PROJECTIONS)
         table = AdapterTable.empty(*shape, whole.max_rank)
@@ -71,12 +76,17 @@ class Rank:
             table.put(slot, packed.tile_offsets, ranks[slot], packed.scales)
         self.modules = [self._module(module) for module in whole.modules]
         on_device = (tensor.to(DEVICE) for tensor in (table.tile_offsets, table.ranks, table.scales))
+        split = Split(rank, self._world, BY_OUTPUT, TurnExchange(turns, rank))
+        self.handover = None
+        if sets is not None:
+            self.handover = Handover(sets, split, NUM_LAYERS * NUM_PROJECTIONS, lambda: None)
         self.workspace = SgmvWorkspace(
             plan,
             self.modules,
             tiles.pool.to(DEVICE),
             AdapterTable(*on_device),
-            split=Split(rank, self._world, BY_OUTPUT, TurnExchange(turns, rank)),
+            split=split,
+            handover=self.handover,
         )
         self._slot_ranks = ranks.amax((1, 2)).numpy()
 
@@ -88,7 +98,8 @@ class Rank:
     def write(self, segments: Sequence[Segment]) -> ListCounts:
         self.workspace.poison()
         lists = self.workspace.lists.cpu().numpy()
-        counts = write_lists(self.workspace.plan, segments, self._slot_ranks, lists)
+        step = 0 if self.handover is None else self.handover.next_step()
+        counts = write_lists(self.workspace.plan, segments, self._slot_ranks, lists, step)
         self.workspace.lists.copy_(torch.from_numpy(lists))
         self.workspace.resolve()
         return counts

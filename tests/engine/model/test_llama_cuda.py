@@ -29,6 +29,7 @@ from kernels.linear.tiles import FEW_ROWS
 from kernels.linear.triton import small_linear
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, AdapterViews, Split, SplitViews, absolute_offsets
+from kernels.sgmv.handover import WORD, Handover
 from kernels.sgmv.lists import lists_size, write_lists
 from kernels.sgmv.plan import decode_plan, prefill_plan
 from kernels.sgmv.table import FusedModule
@@ -60,8 +61,8 @@ class Both:
         sets: Sequence[Sets] = (),
         is_full: bool = False,
     ) -> None:
-        """`sets`: memory that the ranks share, for sums, deltas and logits."""
-        self.sets = sets
+        """`sets`: memory that the ranks share, for sums, deltas and logits, and what adapters hand over."""
+        self.sets, self.handover_sets = sets[:3], sets[3:]
         torch.manual_seed(0)
         whole = load_model_spec(str(path / "base"))
         self.spec = local_spec(whole, shard)
@@ -120,9 +121,15 @@ class Both:
         batch = inputs.write(chunks, num_rows, num_seqs, int)
         model = CudaLlama(self.spec, self.weights, 128, self.comm, *self.sets)
         modules = (model.qkv, model.o, model.gate_up, model.down)
-        workspace = SgmvWorkspace(plan, modules, pool, self.table, inputs.device["lists"], self.split)
+        handover, step = None, 0
+        if self.split is not None and self.handover_sets:
+            num_calls = shape.num_layers * NUM_PROJECTIONS
+            handover = Handover(self.handover_sets[0], self.split, num_calls, lambda: None)
+            step = handover.next_step()
+        lists = inputs.device["lists"]
+        workspace = SgmvWorkspace(plan, modules, pool, self.table, lists, self.split, handover)
         workspace.poison()
-        counts = write_lists(plan, batch.segments, self.ranks, inputs.host["lists"])
+        counts = write_lists(plan, batch.segments, self.ranks, inputs.host["lists"], step)
         inputs.copy(8)
         workspace.resolve()
         branches: dict[str, Branch] = {
@@ -171,6 +178,7 @@ def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
         ("none", False, True),
         ("beside", False, False),
         ("beside", False, True),
+        ("beside", True, False),
         ("beside", True, True),
         ("after", True, False),
     ],
@@ -182,10 +190,11 @@ def test_two_ranks_equal_the_cpus(tmp_path: Path, kind: str, is_full: bool, with
         shape = load_model_spec(str(tmp_path / "base")).shape
         sets = [shared_sets(2, 32, shape.hidden_size) for _ in range(2)]
         sets.append(shared_sets(2, 8, shape.vocab_size // 2))
+        sets.append(shared_sets(2, 1, 1 << 16, WORD))
     arguments = (tmp_path, kind, is_full, sets)
     # forked: importing everything anew would take most of the time
     start_processes(_check_rank, arguments, nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
-    assert all(are_empty(kind) for kind in sets)
+    assert all(are_empty(kind) for kind in sets[:3])
 
 
 def _check_rank(rank: int, path: Path, kind: str, is_full: bool, sets: list[list[Sets]]) -> None:
@@ -203,7 +212,8 @@ def _check_rank(rank: int, path: Path, kind: str, is_full: bool, sets: list[list
         by_gpu = both.on_gpu(chunks, kind)
     num_sent = sum(call.kwargs.get("peers") is not None for call in products.call_args_list)
     assert num_sent == (2 * 2 + 1 if rank == 0 and sets else 0)  # of two layers; and logits
-    assert comm.num_exchanged == 4 * 2 * is_full  # of two layers
+    by_collectives = is_full and not (sets and kind == "beside")
+    assert comm.num_exchanged == 4 * 2 * by_collectives  # of two layers
     torch.testing.assert_close(by_gpu, both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(by_gpu, Both(path).on_cpu(chunks), rtol=1e-4, atol=1e-4)
     leave()
