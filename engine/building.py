@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -31,7 +32,16 @@ from engine.runner.cpu import CpuRunner
 from engine.sharding import WHOLE, Shard, shard_shape
 from engine.stopwatch import Stopwatch
 from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
-from engine.tensor_parallel.costs import LOCAL_CPUS, NVLINK, Batch, GroupCost, Sharding, choose_sharding
+from engine.tensor_parallel.costs import (
+    LOCAL_CPUS,
+    NCCL,
+    NVLINK,
+    Batch,
+    GroupCost,
+    Machine,
+    Sharding,
+    choose_sharding,
+)
 from engine.tensor_parallel.group import Group, GroupReader, GroupRunner, OnEnd
 from kernels.gpu import MIN_CAPABILITY
 from kernels.sgmv import Split
@@ -176,10 +186,21 @@ def decide_lora_sharding(config: EngineConfig, spec: ModelSpec) -> Sharding:
         pool_bytes = _expect_pool_bytes(config, spec, item_bytes)
     else:
         pool_bytes = pages.num_pages * pages.bytes
-    machine = LOCAL_CPUS if config.device == "cpu" else NVLINK
-    sharding = choose_sharding(spec.shape, num_ranks, batch, machine, item_bytes, pool_bytes)
+    sharding = choose_sharding(spec.shape, num_ranks, batch, _machine(config), item_bytes, pool_bytes)
     logger.info("lora_sharding is %s for %s", sharding, batch)
     return sharding
+
+
+def _machine(config: EngineConfig) -> Machine:
+    """As far as rank 0 can know before the others are there."""
+    if config.device == "cpu":
+        return LOCAL_CPUS
+    num_ranks = config.tensor_parallel_size
+    are_here = config.rank_address is None and torch.cuda.device_count() >= num_ranks
+    pairs = itertools.permutations(range(num_ranks), 2)
+    if are_here and all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
+        return NVLINK
+    return NCCL
 
 
 def _expect_pool_bytes(config: EngineConfig, spec: ModelSpec, item_bytes: int) -> int:

@@ -1,8 +1,8 @@
 """Decode on a group of GPUs against one GPU, with and without adapters.
 
     python -m load_tests.tensor_parallel_bench --world 2 [--out load_tests/results]
-        [--model 70b] [--only cases | shardings]
-    python -m load_tests.tensor_parallel_bench --loopback --only cases [--out load_tests/results]
+        [--model 70b] [--only cases | shardings] [--sharding replicate]
+    python -m load_tests.tensor_parallel_bench --loopback [--out load_tests/results] ...
 
 Model: Llama-3-8B shape, bf16, random weights, all-linear adapters, each rank with its part. Every rank runs
 the same engine over the same requests, so plans need not be sent (that takes rank 0 about 0.1 ms a step
@@ -13,8 +13,12 @@ beside its GPU). One GPU first, then the group, on one machine. Llama-3-70B shap
             kernels.all_reduce, and NCCL with a launch for the rest
   sums      launches of either kind in a decode step of batch 64, from a trace
   replicate, full: tpot with 64 distinct adapters of one rank by lora_sharding, and LoRA's share of it, which
-            is what it is above the tpot without adapters
-  exchange  of what lies between A and B, fully sharded, 64 rows, from a graph of 64
+            is what it is above the tpot without adapters; throughput of 256 requests, 64 at a time, of 512
+            prompt and 128 output tokens
+  exchange by NCCL  of what lies between A and B, fully sharded, 64 rows, from a graph of 64: what larger
+            steps take, and groups that share no memory
+
+--sharding: of the cases' adapters, as lora_sharding; by itself the one that "auto" takes.
 
 --loopback: on one GPU, in the place of a group of two (load_tests.loopback).
 
@@ -33,13 +37,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import torch.distributed as dist
 
 from engine.sharding import Shard
+from engine.tensor_parallel.costs import NVLINK, Batch, Sharding, choose_sharding
 from kernels.all_reduce.bench import measure as measure_sum
 from load_tests.conditions import gpu_conditions
-from load_tests.engine_bench import CASES, Bench
+from load_tests.engine_bench import CASES, MAX_MODEL_LEN, NUM_ADAPTERS, Bench
 from load_tests.loopback import SHARD
 from load_tests.random_engine import SPEC, SPEC_70B
 from load_tests.tensor_parallel_rank import Model, Rank, Row, Rows, tpot_ms
@@ -55,14 +61,13 @@ MODELS = {
 }
 
 
-def run_rank(rank: Rank, parts: Sequence[str]) -> Rows:
+def run_rank(rank: Rank, parts: Sequence[str], sharding: Sharding) -> Rows:
     rows = Rows()
-    is_group = dist.is_initialized()
     if "cases" in parts:
-        if is_group:
+        if dist.is_initialized():
             measure_sums(rows)
-        measure_cases(rank, rows)
-    if is_group and "shardings" in parts:
+        measure_cases(rank, rows, sharding)
+    if rank.shard.world > 1 and "shardings" in parts:
         measure_shardings(rank, rows)
     return rows
 
@@ -74,11 +79,12 @@ def measure_sums(rows: Rows) -> None:
         rows.add("sum over ranks by NCCL", f"{batch} rows", nccl, "us")
 
 
-def measure_cases(rank: Rank, rows: Rows) -> None:
+def measure_cases(rank: Rank, rows: Rows, sharding: Sharding) -> None:
+    is_full = rank.shard.world > 1 and sharding == "full"
     config = rank.config(max_num_seqs=256, max_rank=64)
-    runner = rank.runner(config, rank.model.num_pages)
+    runner = rank.runner(config, rank.model.num_pages, rank.split if is_full else None)
     for case in rank.model.cases:
-        bench = rank.bench(runner, config, case, rank.model.num_pages)
+        bench = rank.bench(runner, config, case, rank.model.num_pages, is_full)
         for batch in rank.model.batches:
             rows.add(case.name, f"tpot, batch {batch}", tpot_ms(bench, batch), "ms")
         if rank.shard.world > 1:
@@ -101,12 +107,21 @@ def _sums_a_step(bench: Bench) -> float:
     return sums / num_steps
 
 
-def run_group(name: str, world: int, parts: Sequence[str], loopback: bool = False) -> list[Row]:
+def auto_sharding(model: Model, world: int) -> Sharding:
+    """Where memory does not decide."""
+    batch = Batch(rows=NUM_ADAPTERS, rank=16, context=MAX_MODEL_LEN)
+    return choose_sharding(model.spec.shape, world, batch, NVLINK, 2, 1 << 50)
+
+
+def run_group(
+    name: str, world: int, parts: Sequence[str], sharding: Sharding, loopback: bool = False
+) -> list[Row]:
     """Each rank in a process of its own, or looped back rank 0 alone; its rows."""
     with tempfile.TemporaryDirectory() as directory:
         rows = Path(directory) / "rows.json"
         command = [sys.executable, "-m", "load_tests.tensor_parallel_bench"]
         command += ["--model", name, "--world", str(world), "--directory", directory, "--only", *parts]
+        command += ["--sharding", sharding]
         command += ["--loopback"] if loopback else []
         ranks = [
             subprocess.Popen(
@@ -134,6 +149,7 @@ def report(
     world: int,
     loopback: bool,
     parts: Sequence[str],
+    sharding: Sharding,
     out: Path | None,
 ) -> None:
     one_gpu = {(row["case"], row["metric"]): row["value"] for row in alone}
@@ -142,6 +158,8 @@ def report(
     command = f"python -m load_tests.tensor_parallel_bench {how} --model {name}"
     if parts != PARTS:
         command += f" --only {' '.join(parts)}"
+    if "cases" in parts:
+        command += f" --sharding {sharding}"
     lines = [
         f"# Llama-3-{name.upper()} shape, tensor parallel on {world} H200{LOOPED_BACK if loopback else ''}",
         "",
@@ -172,25 +190,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--loopback", action="store_true")
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
+    parser.add_argument("--sharding", choices=get_args(Sharding))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     model, parts = MODELS[args.model], tuple(args.only)
-    if args.loopback and (args.world != SHARD.world or "shardings" in parts):
-        parser.error("--loopback stands for a group of two, and goes with --only cases")
+    sharding: Sharding = args.sharding or auto_sharding(model, args.world)
+    if args.loopback and args.world != SHARD.world:
+        parser.error("--loopback stands for a group of two")
     if args.rank is not None:
         if args.loopback:
             rank = Rank.looped_back(model)
         else:
             rank = Rank.start(model, Shard(args.rank, args.world), str(args.directory / "rendezvous"))
-        rows = run_rank(rank, parts)
+        rows = run_rank(rank, parts, sharding)
         if args.rank == 0:
             (args.directory / "rows.json").write_text(json.dumps(rows))
         return 0
-    alone = run_group(args.model, 1, parts) if model.fits_one and "cases" in parts else []
-    group = run_group(args.model, args.world, parts, args.loopback)
-    report(args.model, group, alone, args.world, args.loopback, parts, args.out)
+    alone = run_group(args.model, 1, parts, sharding) if model.fits_one and "cases" in parts else []
+    group = run_group(args.model, args.world, parts, sharding, args.loopback)
+    report(args.model, group, alone, args.world, args.loopback, parts, sharding, args.out)
     return 0
 
 

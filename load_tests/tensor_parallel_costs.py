@@ -9,9 +9,9 @@ which an engine with lora_sharding = auto chooses.
 
     step = bytes of base, adapters and KV on a rank / 4.4 TB/s + collectives x (latency + bytes sent / link)
 
-Latency of two ranks: a sum 3.4 us over NVLink and 8 over PCIe, an exchange between A and B 32 us, which is
-what it added to a step at rank 256 (alone it takes 10 us); half as much again each time N doubles. Measured
-on two H200, but for PCIe and more ranks. Links: NVLink 400 GB/s, PCIe 5 50 GB/s. Writes
+NVLink: GPUs share memory, and send each other what belongs together; 400 GB/s, a sum of two ranks 3.4 us, an
+exchange between A and B 1 us. NCCL: all else, over 50 GB/s; a sum 8 us, an exchange 32. Half as much again
+each time N doubles. engine/tensor_parallel/costs.py says which of these were measured. Writes
 load_tests/results/tp_costs.md.
 """
 
@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from engine.shape import ModelShape
-from engine.tensor_parallel.costs import NVLINK, PCIE, Batch, GroupCost
+from engine.tensor_parallel.costs import NCCL, NVLINK, Batch, GroupCost
 
 MODELS = {
     "8B": ModelShape(32, 4096, 14336, 32, 8, 128, 128256),
@@ -38,7 +38,7 @@ def table(name: str, model: ModelShape) -> list[str]:
         f"## {name}",
         "",
         "| GPUs | rank | base, GiB a GPU | adapter, MiB a GPU: replicate / full | sums a step | "
-        "NVLink: replicate / full, ms | PCIe: replicate / full, ms |",
+        "NVLink: replicate / full, ms | NCCL: replicate / full, ms |",
         "|---|---|---|---|---|---|---|",
     ]
     for num_ranks in SIZES:
@@ -47,7 +47,7 @@ def table(name: str, model: ModelShape) -> list[str]:
             batch = Batch(ROWS, rank, CONTEXT)
             times = [
                 " / ".join(f"{1e3 * group.step_s(batch, machine):.1f}" for group in groups)
-                for machine in (NVLINK, PCIE)
+                for machine in (NVLINK, NCCL)
             ]
             cells = (
                 str(num_ranks),
@@ -66,7 +66,8 @@ def main() -> int:
     text = [
         "# A group's decode step, by arithmetic",
         "",
-        "Measured on two H200: [h200_tp2.md](h200_tp2.md), [h200_tp2_shardings.md](h200_tp2_shardings.md).",
+        "Measured on two H200: [h200_tp2.md](h200_tp2.md), [h200_tp2_shardings.md](h200_tp2_shardings.md);",
+        "on one in the place of two: [h200_tp2_loopback_shardings.md](h200_tp2_loopback_shardings.md).",
         "",
         "```",
         __doc__.strip(),

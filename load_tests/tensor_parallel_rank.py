@@ -58,6 +58,10 @@ class Rank:
     comm: Comm
     weights: LlamaWeights
 
+    @property
+    def is_looped_back(self) -> bool:
+        return isinstance(self.comm, Loopback)
+
     @classmethod
     def start(cls, model: Model, shard: Shard, rendezvous: str) -> Rank:
         comm: Comm = ALONE

@@ -38,6 +38,7 @@ from kernels.gpu import is_at_least_hopper
 from kernels.linear.tiles import MOST_TILE_ROWS
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
 from kernels.sgmv import AdapterTable, Split
+from kernels.sgmv.exchange import most_columns
 from kernels.sgmv.handover import WORD, Handover, num_words
 from kernels.sgmv.lists import ListCounts, lists_size, write_lists
 from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
@@ -112,7 +113,7 @@ class CudaRunner:
         )
         self._handover = None
         if split is not None:
-            self._handover = self._share(comm, split, graph_plans[most])
+            self._handover = self._share(comm, split, graph_plans[most], buckets.most_tokens)
         self._sgmv = {b: self._workspace(plan, self._graph_inputs) for b, plan in graph_plans.items()}
         self._eager_sgmv = self._workspace(eager_plan, self._eager_inputs)
         self._logits = torch.empty(
@@ -328,14 +329,19 @@ class CudaRunner:
             plan, self._model.modules, self._pool, self._table, lists, self._split, self._handover
         )
 
-    def _share(self, comm: Comm, split: Split, plan: SgmvPlan) -> Handover | None:
-        """What fully sharded adapters need of the ranks' memory, under plans of up to this one's tokens."""
-        sets = comm.peer_buffers(1, num_words(plan, self._model.modules, split), WORD)
-        if sets is None:
+    def _share(self, comm: Comm, split: Split, plan: SgmvPlan, most_rows: int) -> Handover | None:
+        """What fully sharded adapters need of the ranks' memory: in decode for plans of up to this one's
+        tokens, else for steps of up to `most_rows`.
+        """
+        modules = self._model.modules
+        sets = comm.peer_buffers(1, num_words(plan, modules, split), WORD)
+        columns = most_columns(modules, plan.max_rank, split)
+        plane_sets = comm.peer_buffers(most_rows, columns, torch.float32)
+        if sets is None or plane_sets is None:
             return None
         one = torch.zeros(1, device=self._pool.device)
         num_layers, num_projections = self._table.ranks.shape[1:]
-        return Handover(sets, split, num_layers * num_projections, lambda: comm.all_reduce(one))
+        return Handover(sets, plane_sets, split, num_layers * num_projections, lambda: comm.all_reduce(one))
 
     def _write_lists(self, workspace: SgmvWorkspace, batch: Batch, inputs: StepInputs) -> ListCounts:
         plan = workspace.plan

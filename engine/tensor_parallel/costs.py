@@ -42,12 +42,14 @@ class Machine:
         return latency + sent_bytes / self.link_bytes_per_s
 
 
-# Two H200 (load_tests/results/h200_tp2_shardings.md): one reads 4.4 TB/s, a sum of one row takes 3.4 us, an
-# exchange 10 us alone. To a step of 64 rows of rank 16, 64, 256 each exchange added 18, 22, 32 us, beside the
-# bytes that "full" spares: nothing overlaps with it. The last one counts: only there the choice is close.
-NVLINK = Machine(4.4e12, 400e9, 3.4e-6, 32e-6)
-# not measured: NCCL's sum of one row takes 8 us over NVLink
-PCIE = Machine(4.4e12, 50e9, 8e-6, 32e-6)
+# One of two H200 reads 4.4 TB/s, and a sum of one row takes 3.4 us (load_tests/results/h200_tp2.md). What
+# ranks hand over (kernels.sgmv.handover) added nothing to a step of one H200 in the place of two, beside the
+# bytes that "full" spares (h200_tp2_loopback_shardings.md); 1 us is for the link, where it was not measured.
+NVLINK = Machine(4.4e12, 400e9, 3.4e-6, 1e-6)
+# Where GPUs share no memory, over PCIe 5 or 400 Gb/s. By NCCL, over NVLink, a sum of one row takes 8 us. To a
+# step of 64 rows of rank 16, 64, 256 each exchange added 18, 22, 32 us (h200_tp2_shardings.md): the last one
+# counts, since only there the choice is close.
+NCCL = Machine(4.4e12, 50e9, 8e-6, 32e-6)
 # processes of one machine over gloo: a small collective of two takes 0.2 to 0.5 ms, 4 MiB take 5
 LOCAL_CPUS = Machine(10e9, 1e9, 300e-6, 300e-6)
 

@@ -112,15 +112,21 @@ def send(
 
     TO_SELF: to this one as well.
     """
+    sent = not_empty(own)
+    for peer in tl.static_range(WORLD):
+        if TO_SELF or peer != RANK:
+            tl.store(rows_ptrs[peer] + to, sent, mask=inside)
+
+
+@triton.jit
+def not_empty(own: tl.tensor) -> tl.tensor:
+    """What is sent for `own`: the NaN that is EMPTY becomes another one."""
     dtype: tl.constexpr = own.dtype
     bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
     empty = tl.full(own.shape, -1, bits)
     other_nan = tl.full(own.shape, (1 << (dtype.primitive_bitwidth - 1)) - 1, bits)
     sent = own.to(bits, bitcast=True)
-    sent = tl.where(sent == empty, other_nan, sent).to(dtype, bitcast=True)
-    for peer in tl.static_range(WORLD):
-        if TO_SELF or peer != RANK:
-            tl.store(rows_ptrs[peer] + to, sent, mask=inside)
+    return tl.where(sent == empty, other_nan, sent).to(dtype, bitcast=True)
 
 
 @triton.jit

@@ -60,18 +60,19 @@ def shrink_kernel(
         next_row, next_rows, next_first, next_tile, next_slice, next_split = _find_item(
             lists_ptr, tiles_ptr, unit, module, items, SPLITS, SLICES
         )
-        sums, inside = _shrink_rows(
-            x_ptr + row * K, pool_ptr, tile, rows, split * (BLOCK_K * CHUNKS),
-            K, CHUNKS, BLOCK_K, ROWS, ALIGN, WARPS, STAGES,
-        )  # fmt: skip
-        at = (split * max_tokens + row) * COLUMNS + slice_ * PLANE_RANK
-        if HOW == NOTHING:
-            t = tl.arange(0, ROWS)[:, None]
-            r = tl.arange(0, RANKS)[None, :]
-            tl.store(planes_ptr + at + t * COLUMNS + first * RANKS + r, sums, mask=inside)
-        else:
-            at += GROUP_RANK * part
-            hand_over(sums, inside, tag, words_ptrs, at, first * RANKS, COLUMNS, HOW, GROUP_SIZE)
+        if tile > 0:  # or there is none, or its rows were dealt to other ranks
+            sums, inside = _shrink_rows(
+                x_ptr + row * K, pool_ptr, tile, rows, split * (BLOCK_K * CHUNKS),
+                K, CHUNKS, BLOCK_K, ROWS, ALIGN, WARPS, STAGES,
+            )  # fmt: skip
+            at = (split * max_tokens + row) * COLUMNS + slice_ * PLANE_RANK
+            if HOW == NOTHING:
+                t = tl.arange(0, ROWS)[:, None]
+                r = tl.arange(0, RANKS)[None, :]
+                tl.store(planes_ptr + at + t * COLUMNS + first * RANKS + r, sums, mask=inside)
+            else:
+                at += GROUP_RANK * part
+                hand_over(sums, inside, tag, words_ptrs, at, first * RANKS, COLUMNS, HOW, GROUP_SIZE)
         row, rows, first, tile = next_row, next_rows, next_first, next_tile
         slice_, split = next_slice, next_split
 
@@ -118,8 +119,7 @@ def _shrink_rows(
     t = tl.arange(0, ROWS)
     r = tl.arange(0, RANKS)
     k_in_block = tl.arange(0, WARPS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
-    # a rank of a group may hold no rows of a tile that others hold
-    x_mask = (t < tl.where(rank_rows > 0, rows, 0))[None, :, None]
+    x_mask = (t < rows)[None, :, None]
     a_mask = (r < rank_rows)[None, :, None]
     acc = tl.zeros([WARPS, ROWS, RANKS], tl.float32)
     for c in tl.range(0, CHUNKS, num_stages=STAGES):

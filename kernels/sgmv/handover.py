@@ -23,9 +23,12 @@ import triton
 import triton.language as tl
 
 from kernels.peers.triton import EMPTY, PeerBuffers
+from kernels.sgmv.exchange import exchange_planes
 from kernels.sgmv.plan import SgmvPlan
-from kernels.sgmv.split import Split
+from kernels.sgmv.split import Split, exchange
 from kernels.sgmv.table import FusedModule
+
+Sets = tuple[PeerBuffers, PeerBuffers]
 
 WORD = torch.int64
 
@@ -52,7 +55,13 @@ class HandoverArguments(NamedTuple):
 
 @dataclass(slots=True)
 class Handover:
-    sets: tuple[PeerBuffers, PeerBuffers]  # by output, by input: [ranks, 1, num_words(...)] of WORD
+    """What ranks that share memory exchange of adapters: in decode as said above, else by `exchange_planes`.
+
+    Of both sets, the first is for calls by output, the second for those by input.
+    """
+
+    sets: Sets  # [ranks, 1, num_words(...)] of WORD
+    plane_sets: Sets  # [ranks, rows, most_columns(...)] fp32
     split: Split
     num_calls: int  # rows of the resolved tiles, of which each call has one as its number
     wait_for_all: Callable[[], object]  # ranks, on the current stream
@@ -79,6 +88,14 @@ class Handover:
         peers, how = (self.sets[0], BY_OUTPUT) if by_output else (self.sets[1], BY_INPUT)
         part = peers.rows[0][0].numel()
         return HandoverArguments(peers.rows, part, self.num_calls, how.value, peers.rank, len(peers.rows))
+
+    def exchange(self, planes: torch.Tensor, module: FusedModule) -> torch.Tensor:
+        """In prefill; planes [splits, T, columns] as of kernels.sgmv.split.exchange."""
+        by_output = self.split.by_output[module.projection]
+        peers = self.plane_sets[0 if by_output else 1]
+        if planes.shape[1] > peers.max_rows:
+            return exchange(planes, self.split, by_output)
+        return exchange_planes(planes, peers, by_output)
 
 
 def num_words(plan: SgmvPlan, modules: Iterable[FusedModule], split: Split) -> int:

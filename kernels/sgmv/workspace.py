@@ -52,8 +52,8 @@ class SgmvWorkspace:
     ) -> None:
         """`modules`: every one that will come. `lists`: int32 [lists_size(plan)], part of a larger copy.
 
-        `split`: adapters are dealt out so; all ranks must then make the same calls. `handover`: by which
-        they go in decode; the lists then need a number of the step, another one in each.
+        `split`: adapters are dealt out so; all ranks must then make the same calls. `handover`: by which they
+        exchange what they must; the lists then need its number of the step.
         """
         device = pool.device
         self.plan = plan
@@ -62,7 +62,8 @@ class SgmvWorkspace:
         )
         assert self.lists.shape == (lists_size(plan),)
         self._pool, self._table, self._split = pool, table, split
-        self._handover = handover if plan.kind == "decode" else None
+        self._handover = handover
+        self._is_handed = handover is not None and plan.kind == "decode"
         self._num_projections = table.ranks.shape[2]
         num_modules = table.ranks.shape[1] * self._num_projections
         self._a_tiles, self._b_tiles = (
@@ -72,8 +73,7 @@ class SgmvWorkspace:
                 (plan.max_blocks, plan.rank_blocks),
             )
         )
-        is_handed = self._handover is not None
-        shapes = {module: plane_shape(plan, module, split, is_handed) for module in modules}
+        shapes = {module: plane_shape(plan, module, split, self._is_handed) for module in modules}
         self._sums = torch.empty(max(map(math.prod, shapes.values())), dtype=torch.float32, device=device)
         self._planes = {
             module: self._sums[: math.prod(shape)].view(shape) for module, shape in shapes.items()
@@ -133,7 +133,7 @@ class SgmvWorkspace:
         # free, long enough for LoRA.
         y = gemm() if leaves_room or module == self._widest else None
         with torch.cuda.stream(self._side):
-            is_one_chain = self._split is None or self._handover is not None
+            is_one_chain = self._split is None or self._is_handed
             self._run(delta, x, module, layer, None, False, pdl and is_one_chain, peers)
         y = gemm() if y is None else y
         if peers is None or layer == self._last_layer:
@@ -256,12 +256,14 @@ class SgmvWorkspace:
             pdl,
             self._handed(module),
         )
-        if self._split is None or self._handover is not None:
+        if self._split is None or self._is_handed:
             return planes
+        if self._handover is not None:
+            return self._handover.exchange(planes[:, : len(x)], module)
         return exchange(planes[:, : len(x)], self._split, self._split.by_output[module.projection])
 
     def _handed(self, module: FusedModule) -> HandoverArguments | None:
-        return None if self._handover is None else self._handover.arguments(module)
+        return self._handover.arguments(module) if self._handover is not None and self._is_handed else None
 
     def _layer_module(self, module: FusedModule, layer: int) -> int:
         """The row of its first projection in the resolved tiles."""

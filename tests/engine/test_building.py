@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from engine.building import _log_memory, decide_lora_sharding
 from engine.errors import InvalidRequest
 from engine.model.spec import load_model_spec
 from engine.tensor_parallel.costs import Batch, GroupCost
+from tests.engine.test_sharding import LLAMA_8B
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 
@@ -234,3 +236,32 @@ def test_auto_counts_on_what_the_base_leaves_of_a_gpu(
         gpu = SimpleNamespace(total_memory=total)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
         assert decide_lora_sharding(config, spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "can_access", "rank_address", "expected"),
+    [
+        (2, True, None, "full"),
+        (2, False, None, "replicate"),
+        (1, True, None, "replicate"),
+        (2, True, "10.0.0.1:7000", "replicate"),
+    ],
+)
+def test_auto_counts_on_memory_that_gpus_share(
+    tmp_path: Path,
+    num_gpus: int,
+    can_access: bool,
+    rank_address: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without that an exchange takes longer than what a fully sharded adapter spares."""
+    tiny = load_model_spec(str(make_llama(tmp_path / "base")))
+    spec = replace(tiny, shape=LLAMA_8B, max_position_embeddings=2048)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: can_access)
+    config = EngineConfig(
+        spec.path, device="cuda", tensor_parallel_size=2, max_model_len=1024, pool_bytes=100 << 30,
+        max_num_seqs=64, max_adapters=64, rank_address=rank_address,
+    )  # fmt: skip
+    assert decide_lora_sharding(config, spec) == expected

@@ -210,7 +210,7 @@ def _peer_sets(world: int, max_rows: int, width: int, dtype: torch.dtype) -> Pee
 def _take_fully_sharded_steps(listener: _Listener) -> None:
     runner = _runner(listener.world, is_full=True)
     for kind in KINDS:
-        if kind.has_adapters and not kind.has_prefill:
+        if kind.has_adapters:
             listener.tokens = kind.bucket
             _take_step(runner, kind)
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ ELSEWHERE = {
     "_read_kernel": "reads pinned memory, of which there is none without a GPU",
     "_add_delta_kernel": "of groups without peer access",
 }
+WAITING: dict[str, Callable[[dict[str, int]], int]] = {
+    "_all_reduce_kernel": lambda of: 2 * of["BLOCK"] * of["WORLD"],
+    "_gather_columns_kernel": lambda of: 2 * of["BLOCK"],
+    "_exchange_kernel": lambda of: 4 * of["BLOCK"] * of["ROWS"] * of["WORLD"],
+}
+"""Kernels whose programs wait for those of other ranks, and the bytes that one says it holds."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,7 @@ def test_other_gpus_get_what_they_can_do(gpu: str, has_linear: bool) -> None:
     """
     binaries = compile_for(gpu, 1)
     is_older = gpu in ("A100", "L40S")
-    without = {"_all_reduce_kernel", "_gather_columns_kernel"}
+    without = set(WAITING)
     without |= set() if has_linear else {"_linear_kernel"}
     without |= {"rotary_decode_kernel"} if is_older else set()
     assert {binary.kernel for binary in binaries} == written_kernels() - without
@@ -73,14 +80,11 @@ def test_other_gpus_get_what_they_can_do(gpu: str, has_linear: bool) -> None:
 
 def test_programs_that_wait_for_other_ranks_all_run_at_once(binaries: list[Binary]) -> None:
     """Or a rank waits for what a program sends that waits itself for a place."""
-    waiting = [b for b in binaries if b.kernel in ("_all_reduce_kernel", "_gather_columns_kernel")]
-    assert {b.kernel for b in waiting} == {"_all_reduce_kernel", "_gather_columns_kernel"}
+    waiting = [b for b in binaries if b.kernel in WAITING]
+    assert {b.kernel for b in waiting} == WAITING.keys()
     assert {b.world for b in waiting} == {2, *LARGER_WORLDS}
     for binary in waiting:
-        num_elems = binary.constants["BLOCK"]
-        if binary.kernel == "_all_reduce_kernel":
-            num_elems *= binary.constants["WORLD"]
-        each = programs_per_multiprocessor(2 * num_elems)
+        each = programs_per_multiprocessor(WAITING[binary.kernel](binary.constants))
         assert each * num_registers(binary) <= REGISTERS, binary
         assert each * (binary.shared + RESERVED) <= SHARED, binary
 

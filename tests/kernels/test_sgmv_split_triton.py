@@ -62,9 +62,9 @@ class Rank:
     """One rank's part of a World's adapters, in a pool that is NaN everywhere else."""
 
     def __init__(
-        self, whole: World, rank: int, turns: Turns, plan: SgmvPlan, sets: Sets | None = None
+        self, whole: World, rank: int, turns: Turns, plan: SgmvPlan, sets: tuple[Sets, Sets] | None = None
     ) -> None:
-        """`sets`: of this rank, to hand over what `turns` exchange else."""
+        """`sets`: of this rank, for a handover in the place of `turns`."""
         self._rank, self._world = rank, len(turns.given)
         shape = (len(whole.adapters), NUM_LAYERS, NUM_PROJECTIONS)
         table = AdapterTable.empty(*shape, whole.max_rank)
@@ -79,7 +79,7 @@ class Rank:
         split = Split(rank, self._world, BY_OUTPUT, TurnExchange(turns, rank))
         self.handover = None
         if sets is not None:
-            self.handover = Handover(sets, split, NUM_LAYERS * NUM_PROJECTIONS, lambda: None)
+            self.handover = Handover(sets[0], sets[1], split, NUM_LAYERS * NUM_PROJECTIONS, lambda: None)
         self.workspace = SgmvWorkspace(
             plan,
             self.modules,
@@ -89,6 +89,7 @@ class Rank:
             handover=self.handover,
         )
         self._slot_ranks = ranks.amax((1, 2)).numpy()
+        self.counts = ListCounts(0, 0, 0)
 
     def _module(self, whole: FusedModule) -> FusedModule:
         if BY_OUTPUT[whole.projection]:
@@ -102,6 +103,7 @@ class Rank:
         counts = write_lists(self.workspace.plan, segments, self._slot_ranks, lists, step)
         self.workspace.lists.copy_(torch.from_numpy(lists))
         self.workspace.resolve()
+        self.counts = counts
         return counts
 
     def inputs(self, x: torch.Tensor, module: FusedModule) -> torch.Tensor:

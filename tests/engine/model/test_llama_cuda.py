@@ -124,7 +124,8 @@ class Both:
         handover, step = None, 0
         if self.split is not None and self.handover_sets:
             num_calls = shape.num_layers * NUM_PROJECTIONS
-            handover = Handover(self.handover_sets[0], self.split, num_calls, lambda: None)
+            words, planes = self.handover_sets
+            handover = Handover(words, planes, self.split, num_calls, lambda: None)
             step = handover.next_step()
         lists = inputs.device["lists"]
         workspace = SgmvWorkspace(plan, modules, pool, self.table, lists, self.split, handover)
@@ -181,6 +182,7 @@ def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
         ("beside", True, False),
         ("beside", True, True),
         ("after", True, False),
+        ("after", True, True),
     ],
 )
 def test_two_ranks_equal_the_cpus(tmp_path: Path, kind: str, is_full: bool, with_peers: bool) -> None:
@@ -191,10 +193,11 @@ def test_two_ranks_equal_the_cpus(tmp_path: Path, kind: str, is_full: bool, with
         sets = [shared_sets(2, 32, shape.hidden_size) for _ in range(2)]
         sets.append(shared_sets(2, 8, shape.vocab_size // 2))
         sets.append(shared_sets(2, 1, 1 << 16, WORD))
+        sets.append(shared_sets(2, 32, 64))
     arguments = (tmp_path, kind, is_full, sets)
     # forked: importing everything anew would take most of the time
     start_processes(_check_rank, arguments, nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
-    assert all(are_empty(kind) for kind in sets[:3])
+    assert all(are_empty(kind) for kind in (*sets[:3], *sets[4:]))
 
 
 def _check_rank(rank: int, path: Path, kind: str, is_full: bool, sets: list[list[Sets]]) -> None:
@@ -211,8 +214,9 @@ def _check_rank(rank: int, path: Path, kind: str, is_full: bool, sets: list[list
     with patch("kernels.linear.triton.small_linear", wraps=small_linear) as products:
         by_gpu = both.on_gpu(chunks, kind)
     num_sent = sum(call.kwargs.get("peers") is not None for call in products.call_args_list)
-    assert num_sent == (2 * 2 + 1 if rank == 0 and sets else 0)  # of two layers; and logits
-    by_collectives = is_full and not (sets and kind == "beside")
+    num_wanted = (0 if kind == "after" else 2 * 2) + 1  # of two layers; and logits
+    assert num_sent == (num_wanted if rank == 0 and sets else 0)
+    by_collectives = is_full and not sets
     assert comm.num_exchanged == 4 * 2 * by_collectives  # of two layers
     torch.testing.assert_close(by_gpu, both.on_cpu(chunks), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(by_gpu, Both(path).on_cpu(chunks), rtol=1e-4, atol=1e-4)
