@@ -334,7 +334,7 @@ class CudaRunner:
         tokens, else for steps of up to `most_rows`.
         """
         modules = self._model.modules
-        sets = comm.peer_buffers(1, num_words(plan, modules, split), WORD)
+        sets = comm.peer_buffers(num_words(plan, modules, split), 1, WORD)
         columns = most_columns(modules, plan.max_rank, split)
         plane_sets = comm.peer_buffers(most_rows, columns, torch.float32)
         if sets is None or plane_sets is None:

@@ -55,17 +55,21 @@ class HandoverArguments(NamedTuple):
 
 @dataclass(slots=True)
 class Handover:
-    """What ranks that share memory exchange of adapters: in decode as said above, else by `exchange_planes`.
+    """How ranks that share memory exchange what they must: as said above, or else by `exchange_planes`.
 
-    Of both sets, the first is for calls by output, the second for those by input.
+    Of both kinds of sets, the first is for calls by output, the second for those by input.
     """
 
-    sets: Sets  # [ranks, 1, num_words(...)] of WORD
+    sets: Sets  # [ranks, words, 1] of WORD
     plane_sets: Sets  # [ranks, rows, most_columns(...)] fp32
     split: Split
     num_calls: int  # rows of the resolved tiles, of which each call has one as its number
     wait_for_all: Callable[[], object]  # ranks, on the current stream
     _step: int = 0
+
+    def has_room(self, plan: SgmvPlan, modules: Iterable[FusedModule]) -> bool:
+        """For steps under this plan to hand over; those that are too large exchange."""
+        return plan.kind == "decode" and num_words(plan, modules, self.split) <= self.sets[0].max_rows
 
     def next_step(self) -> int:
         """Its number, for the lists; all ranks must call it alike. Tags come again only behind a clearing."""
@@ -86,11 +90,12 @@ class Handover:
     def arguments(self, module: FusedModule) -> HandoverArguments:
         by_output = self.split.by_output[module.projection]
         peers, how = (self.sets[0], BY_OUTPUT) if by_output else (self.sets[1], BY_INPUT)
-        part = peers.rows[0][0].numel()
-        return HandoverArguments(peers.rows, part, self.num_calls, how.value, peers.rank, len(peers.rows))
+        return HandoverArguments(
+            peers.rows, peers.max_rows, self.num_calls, how.value, peers.rank, len(peers.rows)
+        )
 
     def exchange(self, planes: torch.Tensor, module: FusedModule) -> torch.Tensor:
-        """In prefill; planes [splits, T, columns] as of kernels.sgmv.split.exchange."""
+        """Where nothing is handed over; planes [splits, T, columns] as of kernels.sgmv.split.exchange."""
         by_output = self.split.by_output[module.projection]
         peers = self.plane_sets[0 if by_output else 1]
         if planes.shape[1] > peers.max_rows:
@@ -99,7 +104,7 @@ class Handover:
 
 
 def num_words(plan: SgmvPlan, modules: Iterable[FusedModule], split: Split) -> int:
-    """That a rank may send to one at once, under plans of up to so many tokens."""
+    """That a rank may hand to one at once in a step under this plan."""
     each = split.most_rows(plan.max_rank)
     return max(
         plan.shrink.num_splits(module.in_features) * plan.max_tokens * len(module.widths) * each

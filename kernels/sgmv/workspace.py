@@ -5,7 +5,10 @@ order, of graphs or of who fills the lists.
 
 Tried on an H200 for Llama-3-8B, and not faster: shrink, GEMM and expand on one stream by dependent launches,
 in three orders, where the expand polls for what the shrink counts (steps of 64 rows up to 13 % longer, only
-with mixed ranks 2 % shorter); shrinks of smaller parts, all on their way at once; B read ahead into the L2.
+with mixed ranks 2 % shorter); shrinks of smaller parts, all on their way at once; whole shrinks loaded into
+registers at once (up to 7 % longer: they take what the product beside them needs); B read ahead, into the L2
+or, with mixed ranks up to 4 % longer, into registers; A of the next linear read ahead into the L2 once an
+expand has ended.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class SgmvWorkspace:
         assert self.lists.shape == (lists_size(plan),)
         self._pool, self._table, self._split = pool, table, split
         self._handover = handover
-        self._is_handed = handover is not None and plan.kind == "decode"
+        self._is_handed = handover is not None and handover.has_room(plan, modules)
         self._num_projections = table.ranks.shape[2]
         num_modules = table.ranks.shape[1] * self._num_projections
         self._a_tiles, self._b_tiles = (
@@ -239,6 +242,9 @@ class SgmvWorkspace:
         assert x.shape[0] <= plan.max_tokens
         assert x.dtype == self._pool.dtype
         items = plan.max_items if counts is None else counts.items
+        if plan.kind == "decode":
+            # a program for one rank block of each token; where there are more, programs walk
+            items = min(items, plan.max_tokens)
         planes = self._planes[module]
         shrink(
             planes,

@@ -30,15 +30,21 @@ STEPS = (
     consecutive([1, 4], [1, 0]),
     consecutive([3, 5, 1], [-1, 3, 2]),
 )
-PLANS = [decode_plan(12, max(RANKS)), prefill_plan(12, 8, max(RANKS))]
+PLANS = {
+    "decode": (decode_plan(12, max(RANKS)), True),
+    "decode without room": (decode_plan(12, max(RANKS)), False),
+    "prefill": (prefill_plan(12, 8, max(RANKS)), True),
+}
+"""And whether there is room to hand over what decodes do."""
 
 
-def make_sets(whole: World, world: int, plan: SgmvPlan) -> list[tuple[Sets, Sets]]:
+def make_sets(whole: World, world: int, plan: SgmvPlan, has_room: bool = True) -> list[tuple[Sets, Sets]]:
     """Of each rank."""
     split = Split(0, world, BY_OUTPUT, TurnExchange(Turns(world), 0))
-    words = shared_sets(world, 1, num_words(plan, whole.modules, split), WORD)
+    most = num_words(plan, whole.modules, split) if has_room else 1
     columns = most_columns(whole.modules, plan.max_rank, split)
-    return list(zip(words, shared_sets(world, plan.max_tokens, columns), strict=True))
+    word_sets, plane_sets = shared_sets(world, most, 1, WORD), shared_sets(world, plan.max_tokens, columns)
+    return list(zip(word_sets, plane_sets, strict=True))
 
 
 class Call(NamedTuple):
@@ -80,11 +86,12 @@ class Call(NamedTuple):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="in the interpreter")
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("plan", PLANS, ids=["decode", "prefill"])
-def test_ranks_in_processes_give_the_whole_product(plan: SgmvPlan, world: int) -> None:
+@pytest.mark.parametrize("kind", PLANS)
+def test_ranks_in_processes_give_the_whole_product(kind: str, world: int) -> None:
     """Ranks that the group's size does not divide, and one that is smaller."""
+    plan, has_room = PLANS[kind]
     whole, plan = World(RANKS, sizes=(48, 24, 96)), small(plan)
-    sets = make_sets(whole, world, plan)
+    sets = make_sets(whole, world, plan, has_room)
     barrier = multiprocessing.get_context("fork").Barrier(world)
     arguments = (whole, plan, sets, barrier)
     start_processes(_run_rank, arguments, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
@@ -151,7 +158,7 @@ def compile_all(whole: World, members: Sequence[Rank]) -> None:
 
 def test_before_a_tag_comes_again_all_are_cleared() -> None:
     """While no rank is in a step: a word that nobody has written since could be taken for a new one."""
-    words, planes = (shared_sets(2, 1, 8, dtype) for dtype in (WORD, torch.float32))
+    words, planes = (shared_sets(2, 8, 1, dtype) for dtype in (WORD, torch.float32))
     seen: list[list[bool]] = []
 
     def wait() -> None:

@@ -192,7 +192,7 @@ def test_two_ranks_equal_the_cpus(tmp_path: Path, kind: str, is_full: bool, with
         shape = load_model_spec(str(tmp_path / "base")).shape
         sets = [shared_sets(2, 32, shape.hidden_size) for _ in range(2)]
         sets.append(shared_sets(2, 8, shape.vocab_size // 2))
-        sets.append(shared_sets(2, 1, 1 << 16, WORD))
+        sets.append(shared_sets(2, 1 << 16, 1, WORD))
         sets.append(shared_sets(2, 32, 64))
     arguments = (tmp_path, kind, is_full, sets)
     # forked: importing everything anew would take most of the time
