@@ -8,7 +8,7 @@ differ by one head, or by one block of the intermediate size.
 An adapter follows its base: B of a projection that is split by output, and A of one that is split by input,
 are split with it. The other side of each is whole on every rank ("replicate"), so that the delta is part of
 the same sums and needs none of its own; or its rows are dealt to the ranks in turn ("full"), and each holds
-1/N of the adapter, for four collectives a layer more (kernels.sgmv.split).
+1/N of the adapter, for four exchanges a layer (kernels.sgmv.split).
 """
 
 from __future__ import annotations

@@ -173,7 +173,8 @@ class Catalog:
     async def load(self, name: str, uri: str, may_replace: bool) -> None:
         """Desired from now on, and after a restart; returns when replicas have it and views know it.
 
-        Raises Conflict, InvalidRequest, or what reading it or loading it raises: then nothing has changed.
+        In a fleet without a replica it stays pending: who starts loads it. Raises Conflict, InvalidRequest,
+        or what reading it or loading it raises: then nothing has changed.
         """
         if is_reserved(name):
             raise InvalidRequest("an adapter's name does not begin with an underscore", param="lora_name")
@@ -187,10 +188,9 @@ class Catalog:
             await self._publish()
             looked_at = time.monotonic()
             version = await self._described_version(uri)
-            await self._take_up(AdapterRef(name, uri, version), before)
+            is_loaded = await self._take_up(AdapterRef(name, uri, version), before)
             self._refusals.forget(uri)
-            self._upkeep.want(self._named())
-            self._upkeep.succeeded(name, uri, version, looked_at, time.monotonic())
+            self._note(name, uri, version, looked_at, is_loaded)
         finally:
             del self._loading[name]
             await self._publish()
@@ -204,13 +204,13 @@ class Catalog:
         self._check_known(name)
         looked_at = time.monotonic()
         version = await self._described_version(uri)
+        is_loaded = True
         if weight:
-            await self._fleet.load_adapter(AdapterRef(canary_name(name), uri, version))
+            is_loaded = await self._load_on_all(AdapterRef(canary_name(name), uri, version))
             self._refusals.forget(uri)
         self._check_known(name)  # that took a while: it may have been unloaded
         await self._state.change(lambda desired: desired.with_canary(name, uri, weight))
-        self._upkeep.want(self._named())
-        self._upkeep.succeeded(canary_name(name), uri, version, looked_at, time.monotonic())
+        self._note(canary_name(name), uri, version, looked_at, is_loaded)
         await self._publish()
         await self._views.until_seen()
 
@@ -296,16 +296,35 @@ class Catalog:
         if name not in self._entries:
             raise ModelNotFound(f"no adapter {name!r}", param="lora_name")
 
-    async def _take_up(self, ref: AdapterRef, before: Entry | None) -> None:
-        """Have it on the replicas and desired, or all as it was `before`."""
+    async def _take_up(self, ref: AdapterRef, before: Entry | None) -> bool:
+        """Have it on the replicas, if there are any, and desired, or all as it was `before`."""
         try:
-            await self._fleet.load_adapter(ref)
+            is_loaded = await self._load_on_all(ref)
             await self._state.change(lambda desired: desired.with_loaded(ref.name, ref.uri))
         except LorafleetError as error:
             if before is not None and not isinstance(error, AdapterRefused):
                 with suppress(LorafleetError):
                     await self._fleet.load_adapter(before.ref)  # some replicas may have the new one
             raise
+        return is_loaded
+
+    async def _load_on_all(self, ref: AdapterRef) -> bool:
+        """Whether there are replicas; who starts loads it by himself."""
+        try:
+            await self._fleet.load_adapter(ref)
+        except LorafleetError as error:
+            if error.code != NO_REPLICA:
+                raise
+            return False
+        return True
+
+    def _note(self, name: str, uri: str, version: str, looked_at: float, is_loaded: bool) -> None:
+        """What somebody asked for at run time, and was found to be there."""
+        self._upkeep.want(self._named())
+        if is_loaded:
+            self._upkeep.succeeded(name, uri, version, looked_at, time.monotonic())
+        else:
+            self._upkeep.expect(name, uri, version)
 
     async def _keep(self, name: str, uri: str) -> None:
         looked_at = time.monotonic()

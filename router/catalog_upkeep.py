@@ -63,6 +63,11 @@ class Upkeep:
         if (book := self._books.get(name)) and book.uri == uri and not book.is_confirmed:
             book.version = version
 
+    def expect(self, name: str, uri: str, version: str) -> None:
+        """Requests ask for that version from now on; it is not confirmed yet."""
+        if name in self._books:
+            self._books[name] = _Book(uri, version)
+
     def is_confirmed(self, name: str, version: str) -> bool:
         book = self._books.get(name)
         return book is not None and book.is_confirmed and book.version == version

@@ -66,7 +66,8 @@ class SgmvWorkspace:
         assert self.lists.shape == (lists_size(plan),)
         self._pool, self._table, self._split = pool, table, split
         self._handover = handover
-        self._is_handed = handover is not None and handover.has_room(plan, modules)
+        is_handed = handover is not None and handover.has_room(plan, modules)
+        self._handed = handover if is_handed else None
         self._num_projections = table.ranks.shape[2]
         num_modules = table.ranks.shape[1] * self._num_projections
         self._a_tiles, self._b_tiles = (
@@ -76,7 +77,7 @@ class SgmvWorkspace:
                 (plan.max_blocks, plan.rank_blocks),
             )
         )
-        shapes = {module: plane_shape(plan, module, split, self._is_handed) for module in modules}
+        shapes = {module: plane_shape(plan, module, split, is_handed) for module in modules}
         self._sums = torch.empty(max(map(math.prod, shapes.values())), dtype=torch.float32, device=device)
         self._planes = {
             module: self._sums[: math.prod(shape)].view(shape) for module, shape in shapes.items()
@@ -136,7 +137,7 @@ class SgmvWorkspace:
         # free, long enough for LoRA.
         y = gemm() if leaves_room or module == self._widest else None
         with torch.cuda.stream(self._side):
-            is_one_chain = self._split is None or self._is_handed
+            is_one_chain = self._split is None or self._handed is not None
             self._run(delta, x, module, layer, None, False, pdl and is_one_chain, peers)
         y = gemm() if y is None else y
         if peers is None or layer == self._last_layer:
@@ -226,7 +227,7 @@ class SgmvWorkspace:
             add,
             pdl,
             peers,
-            self._handed(module),
+            self._handover_arguments(module),
         )
 
     def _shrink(
@@ -260,16 +261,16 @@ class SgmvWorkspace:
                 items * plan.shrink.num_units(len(module.widths), module.in_features), _SHRINKS_PER_SM
             ),
             pdl,
-            self._handed(module),
+            self._handover_arguments(module),
         )
-        if self._split is None or self._is_handed:
+        if self._split is None or self._handed is not None:
             return planes
         if self._handover is not None:
             return self._handover.exchange(planes[:, : len(x)], module)
         return exchange(planes[:, : len(x)], self._split, self._split.by_output[module.projection])
 
-    def _handed(self, module: FusedModule) -> HandoverArguments | None:
-        return self._handover.arguments(module) if self._handover is not None and self._is_handed else None
+    def _handover_arguments(self, module: FusedModule) -> HandoverArguments | None:
+        return None if self._handed is None else self._handed.arguments(module)
 
     def _layer_module(self, module: FusedModule, layer: int) -> int:
         """The row of its first projection in the resolved tiles."""

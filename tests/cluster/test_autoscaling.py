@@ -36,6 +36,7 @@ def server(tmp_path: Path) -> Iterator[ServeProcess]:
     config = {
         "model": str(base),
         "adapter_source": str(tmp_path / "source"),
+        "allow_runtime_lora_updating": True,
         "autoscaling": {
             "min_replicas": 0, "max_replicas": MOST, "upscale_delay_s": UP_S, "downscale_delay_s": DOWN_S,
         },
@@ -89,7 +90,7 @@ def cold_lookups(server: ServeProcess) -> dict[str, float]:
     return dict(found)
 
 
-def test_a_fleet_grows_shrinks_and_wakes_without_a_lost_request(server: ServeProcess) -> None:
+def test_a_fleet_grows_shrinks_and_wakes_without_a_lost_request(server: ServeProcess, tmp_path: Path) -> None:
     statuses: Counter[int] = Counter()
 
     def serves(count: int) -> bool:
@@ -118,8 +119,11 @@ def test_a_fleet_grows_shrinks_and_wakes_without_a_lost_request(server: ServePro
     assert float(answered) == statuses[200]
     assert "lorafleet_catalog_adapters{" in page.body
     assert server.call("/health").status == 503
+    load = {"lora_name": "late", "lora_path": str(tmp_path / "source" / NAMES[0])}
+    assert server.call("/v1/load_lora_adapter", load).status == 200
+    assert server.pids(ENGINE) == [], "nobody needs it yet"
     started = time.monotonic()
-    assert server.complete(NAMES[0]).status == 200
+    assert server.complete("late").status == 200
     woken = time.monotonic() - started
     assert server.pids(ENGINE) != [last]
     sizes = f"1 to {MOST} in {grown:.0f} s, to 1 in {shrunk:.0f} s, to none in {gone:.0f} s more"

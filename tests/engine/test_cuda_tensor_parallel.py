@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import Dtype
+from engine.config import Dtype, LoraSharding
 from engine.request import RequestOutput
 from kernels.linear.triton import tile_for
 from tests.engine.cuda_groups import Answers, Case, Settings, groups_of_two, run
@@ -76,12 +76,15 @@ def test_two_ranks_equal_one(case: Case, alone: dict[Dtype, Answers], name: str)
             assert answers.has_peers == (i == 0 and torch.cuda.device_count() > 1), settings
 
 
-def test_two_ranks_of_a_wide_model_are_as_near_to_peft_as_rounding_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora_sharding", ["replicate", "full"])
+def test_two_ranks_of_a_wide_model_are_as_near_to_peft_as_rounding_is(
+    tmp_path: Path, lora_sharding: LoraSharding
+) -> None:
     part = torch.empty(
         WIDE["hidden_size"], WIDE["intermediate_size"] // 2, dtype=torch.bfloat16, device="meta"
     )
     assert tile_for(len(ADAPTERS), part) is not None
-    wide, settings = make_case(tmp_path, WIDE, 0.02), Settings("bfloat16")
+    wide, settings = make_case(tmp_path, WIDE, 0.02), Settings("bfloat16", lora_sharding)
     with groups_of_two(wide, [settings]) as process:
         assert process.poll(2 * ANSWER_TIMEOUT_S)
         answers: Answers = process.recv()

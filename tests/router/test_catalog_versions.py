@@ -17,8 +17,10 @@ from engine.request import AdapterRef
 from router import catalog as catalog_module
 from router import catalog_departures, catalog_upkeep
 from router.catalog import NO_REPLICA, Catalog
-from router.catalog_entry import Canary
+from router.catalog_entry import Canary, canary_name
 from tests.router.catalog_fakes import DOWN, FakeFleet, FakeSource, build, names, run, states
+
+READY, PENDING = ("ready", None), ("pending", None)
 
 
 def test_a_named_adapter_follows_its_object_once_the_replicas_have_the_new_version(
@@ -123,6 +125,35 @@ def test_a_fleet_without_a_replica_fails_no_adapter() -> None:
             assert (await states(catalog))["x"] == ("pending", None)
         assert len(fleet.asked) == 1  # not at once again
         assert [ref.version for ref in await catalog.preloaded()] == ["1"]
+
+    run(main)
+
+
+def test_what_is_loaded_into_a_fleet_without_a_replica_waits_for_one(tmp_path: Path) -> None:
+    """Scaled to zero over night, say. A new version too, and a canary."""
+
+    async def main() -> None:
+        fleet, source = FakeFleet(), FakeSource(a="1", b="1")
+        catalog = build(source, tmp_path / "state", fleet)
+        await catalog.load("x", "src/a", False)
+        assert await states(catalog) == {"x": READY}
+        source.versions["a"] = "2"
+        asleep = Unavailable("no replica is available", code=NO_REPLICA)
+        fleet.refusals = dict.fromkeys(("x", "y", canary_name("x")), asleep)
+        await catalog.load("x", "src/a", True)
+        await catalog.load("y", "src/b", False)
+        await catalog.load_canary("x", "src/b", 0.5)
+        assert await states(catalog) == {"x": PENDING, "y": PENDING}
+        assert {(ref.name, ref.version) for ref in await catalog.preloaded()} == {
+            ("x", "2"), ("y", "1"), (canary_name("x"), "1"),
+        }  # fmt: skip
+        fleet.refusals.clear()
+        await catalog.keep_up()
+        assert await states(catalog) == {"x": READY, "y": READY}
+        assert {"x", "y", canary_name("x")} == {ref.name for ref in fleet.loaded[-3:]}
+        restarted = build(source, tmp_path / "state")
+        await restarted.refresh()
+        assert {"x", "y"} <= set(await names(restarted))
 
     run(main)
 
