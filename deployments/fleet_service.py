@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -90,7 +91,8 @@ class FleetService(Replicas):
         self.whole = WholeAnswers(self._stream)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[OutputDelta], None]:
-        """A replica that dies before the first delta is replaced by another one, once."""
+        """A replica that dies before the first delta is replaced by another one, once, if there is time."""
+        began = time.monotonic()
         started = False
         for is_last in (False, True):
             try:
@@ -100,9 +102,7 @@ class FleetService(Replicas):
                         yield deltas
                 return
             except LOST as error:
-                lost = _lost(request, error)
-                if started or is_last:
-                    raise lost from error
+                request = _again(request, time.monotonic() - began, error, is_last or started)
 
     async def metrics_text(self) -> str:
         """Of a fleet without a replica too: that is when somebody looks."""
@@ -189,29 +189,23 @@ class WholeAnswers:
                             yield []
                         held.append(deltas)
             except LOST as error:
-                lost = _lost(request, error)
-                rest = _with_time_left(request, time.monotonic() - began)
-                if is_last or rest is None:
-                    raise lost from error
-                request = rest
+                request = _again(request, time.monotonic() - began, error, is_last)
             else:
                 for deltas in held:
                     yield deltas
                 return
 
 
-def _lost(request: GenerateRequest, error: Exception) -> EngineDead:
-    """What its client is told if it is not sent elsewhere."""
+def _again(request: GenerateRequest, seconds: float, error: Exception, is_over: bool) -> GenerateRequest:
+    """What another replica is asked in the place of one that was lost after so many seconds.
+
+    Raises EngineDead if none is asked, or a first token would be of no use any more.
+    """
     logger.warning("request %s lost its replica: %s", request.request_id, type(error).__name__)
-    return EngineDead("the replica has ended", retry_after_s=RETRY_AFTER_S)
-
-
-def _with_time_left(request: GenerateRequest, seconds: float) -> GenerateRequest | None:
-    """After so many seconds; None if a first token is of no use any more."""
-    if request.timeout_s is None:
-        return request
-    left = request.timeout_s - seconds
-    return replace(request, timeout_s=left) if left > 0 else None
+    left = math.inf if request.timeout_s is None else request.timeout_s - seconds
+    if is_over or left <= 0:
+        raise EngineDead("the replica has ended", retry_after_s=RETRY_AFTER_S) from error
+    return request if request.timeout_s is None else replace(request, timeout_s=left)
 
 
 def _cancel(response: Any) -> None:

@@ -35,12 +35,15 @@ LOST = said("lost ", tokens=1, cached=1)
 WHOLE: Items = [said("the "), said("answer", "stop", tokens=2)]
 
 
-def play(handle: Handle, request: GenerateRequest = REQUEST) -> tuple[list[str], LorafleetError | None]:
+def play(
+    handle: Handle, request: GenerateRequest = REQUEST, is_streamed: bool = False
+) -> tuple[list[str], LorafleetError | None]:
     """The texts that came, and the error that ended them."""
     seen: list[str] = []
 
     async def main() -> None:
-        async for deltas in service(handle).whole.generate(request):
+        fleet = service(handle)
+        async for deltas in (fleet if is_streamed else fleet.whole).generate(request):
             seen.extend(delta.text for delta in deltas)
 
     try:
@@ -68,17 +71,18 @@ def test_it_is_replaced_once_and_nothing_is_shown(end: bytes | Exception) -> Non
     assert error.retry_after_s
 
 
-@pytest.mark.parametrize("items", [[DEAD], [LOST, DEAD]])
-def test_only_what_is_left_of_a_requests_time_is_spent_elsewhere(items: Items) -> None:
+@pytest.mark.parametrize(("items", "is_streamed"), [([DEAD], False), ([LOST, DEAD], False), ([DEAD], True)])
+def test_only_what_is_left_of_a_requests_time_is_spent_elsewhere(items: Items, is_streamed: bool) -> None:
+    """Streamed too, if nothing had come."""
     params = SamplingParams()
     handle = Handle(items, WHOLE)
-    assert play(handle, GenerateRequest("id", (1,), params, timeout_s=60.0))[1] is None
+    assert play(handle, GenerateRequest("id", (1,), params, timeout_s=60.0), is_streamed)[1] is None
     first, second = (call["request"]["timeout_s"] for call in handle.calls)
     assert first == 60.0
     assert 0.0 < second < 60.0
 
     handle = Handle(items, WHOLE)
-    seen, error = play(handle, GenerateRequest("id", (1,), params, timeout_s=1e-9))
+    seen, error = play(handle, GenerateRequest("id", (1,), params, timeout_s=1e-9), is_streamed)
     assert (seen, type(error), len(handle.calls)) == ([], EngineDead, 1)
 
 
