@@ -21,6 +21,7 @@ from engine.request import AdapterRef, GenerateRequest, Milestones, TokenLogprob
 from engine.sampling_params import SamplingParams
 
 HEADER = struct.Struct("!I")
+_MOST_AT_ONCE = 1 << 20  # bytes
 
 
 def encode_frame(message: Any) -> bytes:
@@ -129,14 +130,13 @@ def decode_milestones(items: list[Any]) -> Milestones | None:
 
 
 def read_exactly(sock: socket.socket, length: int, deadline: float | None = None) -> bytes:
-    """As `read_frame`; raises OSError at the deadline."""
-    buffer = bytearray(length)
-    view = memoryview(buffer)
-    while view:
+    """As `read_frame`; raises OSError at the deadline. Takes memory for what has come only."""
+    received = bytearray()
+    while len(received) < length:
         if deadline is not None:
             sock.settimeout(max(0.0, deadline - time.monotonic()))
-        received = sock.recv_into(view)
-        if received == 0:
+        part = sock.recv(min(length - len(received), _MOST_AT_ONCE))
+        if not part:
             raise EOFError("the other side of the socket is gone")
-        view = view[received:]
-    return bytes(buffer)
+        received += part
+    return bytes(received)
