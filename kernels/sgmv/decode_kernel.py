@@ -10,11 +10,8 @@ import triton
 import triton.language as tl
 
 from kernels.peers.triton import send
-from kernels.sgmv.handover import BY_INPUT, BY_OUTPUT, NOTHING, hand_over, take
-from kernels.sgmv.lists import STEP_FIELD
+from kernels.sgmv.handover import BY_INPUT, BY_OUTPUT, NOTHING, call_tag, hand_over, take
 from kernels.sgmv.tiles_kernel import RANKS, columns_of, find_block, item_entry, unpack
-
-STEP = tl.constexpr(STEP_FIELD)
 
 
 @triton.jit(do_not_specialize=["module", "items", "max_tokens", "part", "calls"])
@@ -48,9 +45,7 @@ def shrink_kernel(
     COLUMNS: tl.constexpr = SLICES * PLANE_RANK
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    tag = module
-    if HOW != NOTHING:
-        tag = tl.load(lists_ptr + STEP) * calls + module
+    tag = call_tag(lists_ptr, module, calls)
     unit = tl.program_id(0)
     row, rows, first, tile, slice_, split = _find_item(
         lists_ptr, tiles_ptr, unit, module, items, SPLITS, SLICES
@@ -181,9 +176,7 @@ def expand_kernel(
     U1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     U2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
     COLUMNS: tl.constexpr = (1 + (N1 > 0) + (N2 > 0)) * PLANE_RANK
-    tag = module
-    if HOW != NOTHING:
-        tag = tl.load(lists_ptr + STEP) * calls + module
+    tag = call_tag(lists_ptr, module, calls)
     blocks_ptr = lists_ptr + blocks_at
     unit = tl.program_id(0)
     row, rows, slot, count, tile, tile_ptr, slice_, nth = find_block(
@@ -210,13 +203,9 @@ def expand_kernel(
         WIDTH: tl.constexpr = N0 + N1 + N2
         at = row * WIDTH + first + n
         to = at + RANK * max_sent_rows * WIDTH
-        _put(out_ptr, at, acc0 * scale, n < end, sent_ptrs, to, ADD, RANK, WORLD)
-        if rows > 1:
-            _put(out_ptr, at + WIDTH, acc1 * scale, n < end, sent_ptrs, to + WIDTH, ADD, RANK, WORLD)
-            third = n < tl.where(rows > 2, end, 0)
-            _put(out_ptr, at + 2 * WIDTH, acc2 * scale, third, sent_ptrs, to + 2 * WIDTH, ADD, RANK, WORLD)
-            fourth = n < tl.where(rows > 3, end, 0)
-            _put(out_ptr, at + 3 * WIDTH, acc3 * scale, fourth, sent_ptrs, to + 3 * WIDTH, ADD, RANK, WORLD)
+        _put_rows(
+            out_ptr, at, acc0, acc1, acc2, acc3, scale, rows, n, end, sent_ptrs, to, WIDTH, ADD, RANK, WORLD
+        )  # fmt: skip
         row, rows, slot, count, tile, tile_ptr, slice_, nth = (
             next_row, next_rows, next_slot, next_count, next_tile, next_tile_ptr, next_slice, next_nth
         )  # fmt: skip
@@ -311,6 +300,35 @@ def _hidden(
         at += plane // SPLITS * part + first + r
         h = take(words_ptr + at, inside, tag)
     return tl.sum(h, 0)
+
+
+@triton.jit
+def _put_rows(
+    out_ptr: tl.tensor,
+    at: tl.tensor,
+    acc0: tl.tensor,
+    acc1: tl.tensor,
+    acc2: tl.tensor,
+    acc3: tl.tensor,
+    scale: tl.tensor,
+    rows: tl.tensor,
+    n: tl.tensor,
+    end: tl.tensor,
+    sent_ptrs: tl.tuple,
+    to: tl.tensor,
+    WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+) -> None:
+    """Of up to four rows the columns n; at, to: where the first row's go."""
+    _put(out_ptr, at, acc0 * scale, n < end, sent_ptrs, to, ADD, RANK, WORLD)
+    if rows > 1:
+        _put(out_ptr, at + WIDTH, acc1 * scale, n < end, sent_ptrs, to + WIDTH, ADD, RANK, WORLD)
+        third = n < tl.where(rows > 2, end, 0)
+        _put(out_ptr, at + 2 * WIDTH, acc2 * scale, third, sent_ptrs, to + 2 * WIDTH, ADD, RANK, WORLD)
+        fourth = n < tl.where(rows > 3, end, 0)
+        _put(out_ptr, at + 3 * WIDTH, acc3 * scale, fourth, sent_ptrs, to + 3 * WIDTH, ADD, RANK, WORLD)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from kernels.peers.triton import EMPTY, PeerBuffers
 from kernels.sgmv.exchange import exchange_planes
+from kernels.sgmv.lists import STEP_FIELD
 from kernels.sgmv.plan import SgmvPlan
 from kernels.sgmv.split import Split, exchange
 from kernels.sgmv.table import FusedModule
@@ -32,6 +33,7 @@ Sets = tuple[PeerBuffers, PeerBuffers]
 
 WORD = torch.int64
 
+_STEP = tl.constexpr(STEP_FIELD)
 # what a launch hands over, by how the base's weight is split
 NOTHING = tl.constexpr(0)
 BY_OUTPUT = tl.constexpr(1)
@@ -110,6 +112,12 @@ def num_words(plan: SgmvPlan, modules: Iterable[FusedModule], split: Split) -> i
         plan.shrink.num_splits(module.in_features) * plan.max_tokens * len(module.widths) * each
         for module in modules
     )
+
+
+@triton.jit
+def call_tag(lists_ptr: tl.tensor, call: tl.tensor, calls: tl.tensor) -> tl.tensor:
+    """Of call number `call` of `calls` in the step that the lists are of."""
+    return tl.load(lists_ptr + _STEP) * calls + call
 
 
 @triton.jit
