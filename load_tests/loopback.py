@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from engine.sharding import Shard
-from engine.tensor_parallel.comm import Alone, PeerSets
+from engine.tensor_parallel.comm import Alone
 from kernels.peers.sharing import most_rows
-from kernels.peers.triton import EMPTY, split_symmetric, symmetric_bytes
+from kernels.peers.triton import EMPTY, PeerSets, split_symmetric, symmetric_bytes
 
 SHARD = Shard(0, 2)
 

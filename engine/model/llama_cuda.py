@@ -17,7 +17,7 @@ from engine.model.loading import LlamaWeights
 from engine.model.rope import rotary_table
 from engine.model.spec import ModelSpec
 from engine.shape import PROJECTIONS, ModelShape
-from engine.tensor_parallel.comm import ALONE, Comm, PeerSets
+from engine.tensor_parallel.comm import ALONE, Comm
 from kernels.add_delta.triton import add_delta
 from kernels.all_reduce.triton import all_reduce_add_rms_norm
 from kernels.embedding.triton import embed
@@ -26,7 +26,7 @@ from kernels.linear.tiles import has_tile
 from kernels.linear.triton import linear, linear_to_peers, tile_for
 from kernels.paged_attention.rotary_attention import rotary_attention
 from kernels.paged_attention.triton import AttentionPlan
-from kernels.peers.triton import PeerBuffers
+from kernels.peers.triton import PeerBuffers, PeerSets
 from kernels.rms_norm.triton import add_rms_norm, rms_norm
 from kernels.sgmv.lists import ListCounts
 from kernels.sgmv.table import FusedModule

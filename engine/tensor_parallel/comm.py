@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 if TYPE_CHECKING:
-    from kernels.peers.triton import PeerBuffers
+    from kernels.peers.triton import PeerSets
 
 # of one tensor, so that NCCL copies nothing; PyTorch 2.13 has given them new names, and the old ones warn
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,7 +24,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _TCP = "tcp://"
 
 Backend = Literal["nccl", "gloo"]
-PeerSets = tuple["PeerBuffers", "PeerBuffers"]
 
 
 class Comm(Protocol):
@@ -50,10 +49,13 @@ class Comm(Protocol):
         """Of all ranks'."""
 
     def peer_buffers(self, max_rows: int, width: int, dtype: torch.dtype) -> PeerSets | None:
-        """For sums of `max_rows` rows or fewer in kernels.all_reduce; None: they go through `all_reduce`."""
+        """To send each other `max_rows` rows, or fewer where that is more than may be sent at once.
+
+        None on all ranks if there is no memory that they share: then all goes through the calls above.
+        """
 
     def column_buffers(self, max_rows: int, dtype: torch.dtype) -> PeerSets | None:
-        """The same for kernels.gather_columns and `gather_columns`, if there are `peer_buffers`."""
+        """The same for kernels.gather_columns in the place of `gather_columns`."""
 
 
 class Alone:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from kernels.peers.triton import EMPTY, PeerBuffers, split_symmetric, symmetric_bytes
+from kernels.peers.triton import EMPTY, PeerSets, split_symmetric, symmetric_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +30,7 @@ common, so in a later one it would wait where the ranks of the first one met.
 """
 
 
-def share_memory(
-    max_rows: int, width: int, dtype: torch.dtype, device: torch.device
-) -> tuple[PeerBuffers, PeerBuffers] | None:
+def share_memory(max_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> PeerSets | None:
     """The sets for `max_rows` rows or fewer; None on all ranks if one of them cannot share memory, or if a
     row is more than may be sent at once.
 

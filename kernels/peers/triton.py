@@ -42,6 +42,9 @@ class PeerBuffers:
         return self.rows[0].shape[1]
 
 
+PeerSets = tuple[PeerBuffers, PeerBuffers]
+
+
 class SendArguments(NamedTuple):
     """Of a launch that may `send` what it writes."""
 
@@ -86,7 +89,7 @@ def split_symmetric(
     width: int,
     dtype: torch.dtype,
     owner: object = None,
-) -> tuple[PeerBuffers, PeerBuffers]:
+) -> PeerSets:
     """The sets in the ranks' symmetric memory, uint8 [symmetric_bytes(...)] each, made EMPTY by its owner."""
     shape = (NUM_SETS, len(tensors), max_rows, width)
     first, second = zip(*(tensor.view(dtype).view(shape) for tensor in tensors), strict=True)

@@ -1,9 +1,9 @@
 """What lies between A and B of fully sharded adapters, exchanged by one launch: `kernels.sgmv.split.exchange`
 for steps with prefill, on GPUs that share memory.
 
-Every rank sends what the others need of its planes' sum, and waits for what they send (kernels.peers). NCCL
-takes a collective for that and three launches around it. In decode the expand waits by itself
-(kernels.sgmv.handover); in prefill it would read all that comes once for each of its tiles.
+Every rank sends what the others need of its planes' sum, and waits for what they send (kernels.peers); NCCL
+takes a collective for that and two launches around it. In decode the expand waits by itself
+(kernels.sgmv.handover). In prefill it reads sums again for each tile of columns, so it is left one plane.
 """
 
 from __future__ import annotations

@@ -22,14 +22,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.peers.triton import EMPTY, PeerBuffers
+from kernels.peers.triton import EMPTY, PeerSets
 from kernels.sgmv.exchange import exchange_planes
 from kernels.sgmv.lists import STEP_FIELD
 from kernels.sgmv.plan import SgmvPlan
 from kernels.sgmv.split import Split, exchange
 from kernels.sgmv.table import FusedModule
-
-Sets = tuple[PeerBuffers, PeerBuffers]
 
 WORD = torch.int64
 
@@ -62,8 +60,8 @@ class Handover:
     Of both kinds of sets, the first is for calls by output, the second for those by input.
     """
 
-    sets: Sets  # [ranks, words, 1] of WORD
-    plane_sets: Sets  # [ranks, rows, most_columns(...)] fp32
+    sets: PeerSets  # [ranks, words, 1] of WORD
+    plane_sets: PeerSets  # [ranks, rows, most_columns(...)] fp32
     split: Split
     num_calls: int  # rows of the resolved tiles, of which each call has one as its number
     wait_for_all: Callable[[], object]  # ranks, on the current stream

@@ -35,9 +35,9 @@ from engine.runner.cuda import CudaRunner, _Kind
 from engine.runner.step_inputs import Batch
 from engine.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from engine.sharding import Shard, shard_shape
-from engine.tensor_parallel.comm import ALONE, Comm, PeerSets
+from engine.tensor_parallel.comm import ALONE, Comm
 from kernels.all_reduce.triton import all_reduce_add_rms_norm
-from kernels.peers.triton import split_symmetric, symmetric_bytes
+from kernels.peers.triton import PeerSets, split_symmetric, symmetric_bytes
 from kernels.sampling.triton import Logprobs
 from kernels.sgmv import Split
 from kernels.sgmv.lists import ListCounts

@@ -16,14 +16,13 @@ from kernels.peers.triton import (
     EMPTY,
     NUM_SETS,
     PeerBuffers,
+    PeerSets,
     SendArguments,
     send,
     split_symmetric,
     symmetric_bytes,
 )
 from tests.kernels.triton_cases import DEVICE
-
-Sets = tuple[PeerBuffers, PeerBuffers]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -35,7 +34,7 @@ class Call(Protocol[T_co]):
 _TILE = Tile(rows=16, columns=32, block_k=64, weight_first=True, num_stages=2)
 
 
-def shared_sets(world: int, max_rows: int, width: int, dtype: torch.dtype = torch.float32) -> list[Sets]:
+def shared_sets(world: int, max_rows: int, width: int, dtype: torch.dtype = torch.float32) -> list[PeerSets]:
     """Of each rank, in memory that forked processes share, or of one GPU."""
     nbytes = symmetric_bytes(world, max_rows, width, dtype)
     memory = [torch.full((nbytes,), EMPTY, dtype=torch.uint8, device=DEVICE) for _ in range(world)]
@@ -45,11 +44,11 @@ def shared_sets(world: int, max_rows: int, width: int, dtype: torch.dtype = torc
     return [split_symmetric(memory, rank, max_rows, width, dtype) for rank in range(world)]
 
 
-def are_empty(sets: list[Sets]) -> bool:
+def are_empty(sets: list[PeerSets]) -> bool:
     return all(bool((rows.view(torch.uint8) == EMPTY).all()) for peers in sets[0] for rows in peers.rows)
 
 
-def run_alone(call: Call[object], rank: int, *all_sets: list[Sets]) -> None:
+def run_alone(call: Call[object], rank: int, *all_sets: list[PeerSets]) -> None:
     """As if all others had been here, to compile it: who compiles holds up launches that others wait for.
 
     `all_sets`: that the call uses; it is given one of the first.
@@ -62,7 +61,7 @@ def run_alone(call: Call[object], rank: int, *all_sets: list[Sets]) -> None:
             rows.view(torch.uint8).fill_(EMPTY)
 
 
-def run_in_streams(calls: Sequence[Call[T_co]], sets: list[Sets]) -> list[list[T_co]]:
+def run_in_streams(calls: Sequence[Call[T_co]], sets: list[PeerSets]) -> list[list[T_co]]:
     """Of each call what each rank has, every rank on a stream of its own."""
     streams = [torch.cuda.Stream() for _ in sets]  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()

@@ -13,9 +13,8 @@ from torch.multiprocessing.spawn import start_processes
 from kernels.all_reduce.reference import all_reduce_add_rms_norm as reference
 from kernels.all_reduce.triton import MOST_AT_ONCE, all_reduce_add_rms_norm
 from kernels.linear.triton import linear, linear_to_peers
-from kernels.peers.triton import NUM_SETS, PeerBuffers
+from kernels.peers.triton import NUM_SETS, PeerBuffers, PeerSets
 from tests.kernels.peer_memory import (
-    Sets,
     are_empty,
     can_compute,
     compute_and_send,
@@ -61,7 +60,7 @@ class Call(NamedTuple):
         return residual, out
 
 
-def make_calls(world: int, width: int, dtype: torch.dtype, delta_sets: list[Sets]) -> list[Call]:
+def make_calls(world: int, width: int, dtype: torch.dtype, delta_sets: list[PeerSets]) -> list[Call]:
     generator = torch.Generator().manual_seed(world)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -105,7 +104,7 @@ def test_ranks_in_processes_equal_the_reference(
     assert are_empty(delta_sets)
 
 
-def _run_rank(rank: int, sets: list[Sets], delta_sets: list[Sets]) -> None:
+def _run_rank(rank: int, sets: list[PeerSets], delta_sets: list[PeerSets]) -> None:
     torch.set_num_threads(1)
     for i, call in enumerate(make_calls(len(sets), 200, torch.float32, delta_sets)):
         check(call, *call.run(rank, sets[rank][i % NUM_SETS]))

@@ -10,9 +10,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from kernels.gather_columns.reference import gather_columns as reference
 from kernels.gather_columns.triton import gather_columns
-from kernels.peers.triton import NUM_SETS, PeerBuffers
+from kernels.peers.triton import NUM_SETS, PeerBuffers, PeerSets
 from tests.kernels.peer_memory import (
-    Sets,
     are_empty,
     can_compute,
     compute_and_send,
@@ -67,7 +66,7 @@ def test_ranks_in_processes_equal_the_reference(world: int) -> None:
     assert are_empty(sets)
 
 
-def _run_rank(rank: int, sets: list[Sets]) -> None:
+def _run_rank(rank: int, sets: list[PeerSets]) -> None:
     torch.set_num_threads(1)
     for i, call in enumerate(make_calls(len(sets), 72, torch.float32)):
         got = call.run(rank, sets[rank][i % NUM_SETS])

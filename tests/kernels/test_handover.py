@@ -12,12 +12,12 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch.multiprocessing.spawn import start_processes
 
-from kernels.peers.triton import EMPTY
+from kernels.peers.triton import EMPTY, PeerSets
 from kernels.sgmv import Segment, Split
 from kernels.sgmv.exchange import most_columns
 from kernels.sgmv.handover import WORD, Handover, num_words
 from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
-from tests.kernels.peer_memory import Sets, are_empty, shared_sets
+from tests.kernels.peer_memory import are_empty, shared_sets
 from tests.kernels.test_sgmv import consecutive
 from tests.kernels.test_sgmv_split import BY_OUTPUT
 from tests.kernels.test_sgmv_split_triton import RANKS, Rank, TurnExchange, Turns
@@ -38,7 +38,9 @@ PLANS = {
 """And whether there is room to hand over what decodes do."""
 
 
-def make_sets(whole: World, world: int, plan: SgmvPlan, has_room: bool = True) -> list[tuple[Sets, Sets]]:
+def make_sets(
+    whole: World, world: int, plan: SgmvPlan, has_room: bool = True
+) -> list[tuple[PeerSets, PeerSets]]:
     """Of each rank."""
     split = Split(0, world, BY_OUTPUT, TurnExchange(Turns(world), 0))
     most = num_words(plan, whole.modules, split) if has_room else 1
@@ -99,7 +101,7 @@ def test_ranks_in_processes_give_the_whole_product(kind: str, world: int) -> Non
 
 
 def _run_rank(
-    number: int, whole: World, plan: SgmvPlan, sets: list[tuple[Sets, Sets]], barrier: Barrier
+    number: int, whole: World, plan: SgmvPlan, sets: list[tuple[PeerSets, PeerSets]], barrier: Barrier
 ) -> None:
     torch.set_num_threads(1)
     world = len(sets)

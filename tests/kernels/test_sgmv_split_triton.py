@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.shape import NUM_PROJECTIONS
+from kernels.peers.triton import PeerSets
 from kernels.sgmv import AdapterTable, Segment, Split
 from kernels.sgmv.handover import Handover
 from kernels.sgmv.lists import ListCounts, write_lists
@@ -16,7 +17,6 @@ from kernels.sgmv.plan import SgmvPlan, decode_plan, prefill_plan
 from kernels.sgmv.table import FusedModule
 from kernels.sgmv.workspace import SgmvWorkspace
 from kernels.silu_mul import silu_mul
-from tests.kernels.peer_memory import Sets
 from tests.kernels.test_sgmv import consecutive
 from tests.kernels.test_sgmv_split import BY_OUTPUT, local, part
 from tests.kernels.test_sgmv_triton import DEVICE, LAYER, NUM_LAYERS, World, small
@@ -62,7 +62,12 @@ class Rank:
     """One rank's part of a World's adapters, in a pool that is NaN everywhere else."""
 
     def __init__(
-        self, whole: World, rank: int, turns: Turns, plan: SgmvPlan, sets: tuple[Sets, Sets] | None = None
+        self,
+        whole: World,
+        rank: int,
+        turns: Turns,
+        plan: SgmvPlan,
+        sets: tuple[PeerSets, PeerSets] | None = None,
     ) -> None:
         """`sets`: of this rank, for a handover in the place of `turns`."""
         self._rank, self._world = rank, len(turns.given)

@@ -28,13 +28,14 @@ from engine.tensor_parallel.comm import ALONE, Comm, Ranks, join, leave
 from kernels.linear.tiles import FEW_ROWS
 from kernels.linear.triton import small_linear
 from kernels.paged_attention.triton import AttentionWorkspace, plan_attention
+from kernels.peers.triton import PeerSets
 from kernels.sgmv import AdapterTable, AdapterViews, Split, SplitViews, absolute_offsets
 from kernels.sgmv.handover import WORD, Handover
 from kernels.sgmv.lists import lists_size, write_lists
 from kernels.sgmv.plan import decode_plan, prefill_plan
 from kernels.sgmv.table import FusedModule
 from kernels.sgmv.workspace import SgmvWorkspace
-from tests.kernels.peer_memory import Sets, are_empty, shared_sets
+from tests.kernels.peer_memory import are_empty, shared_sets
 from tests.tiny import ALL_LINEAR, make_adapter, make_llama
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/engine/test_cuda.py does it there")
@@ -58,7 +59,7 @@ class Both:
         path: Path,
         shard: Shard = WHOLE,
         comm: Comm = ALONE,
-        sets: Sequence[Sets] = (),
+        sets: Sequence[PeerSets] = (),
         is_full: bool = False,
     ) -> None:
         """`sets`: memory that the ranks share, for sums, deltas and logits, and what adapters hand over."""
@@ -187,7 +188,7 @@ def test_equals_the_cpus(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPa
 )
 def test_two_ranks_equal_the_cpus(tmp_path: Path, kind: str, is_full: bool, with_peers: bool) -> None:
     make_files(tmp_path)
-    sets: list[list[Sets]] = []
+    sets: list[list[PeerSets]] = []
     if with_peers:
         shape = load_model_spec(str(tmp_path / "base")).shape
         sets = [shared_sets(2, 32, shape.hidden_size) for _ in range(2)]
@@ -200,7 +201,7 @@ def test_two_ranks_equal_the_cpus(tmp_path: Path, kind: str, is_full: bool, with
     assert all(are_empty(kind) for kind in (*sets[:3], *sets[4:]))
 
 
-def _check_rank(rank: int, path: Path, kind: str, is_full: bool, sets: list[list[Sets]]) -> None:
+def _check_rank(rank: int, path: Path, kind: str, is_full: bool, sets: list[list[PeerSets]]) -> None:
     """As well as alone."""
     setattr(engine.model.loading, "pack_weight", lambda weight: weight)  # noqa: B010
     torch.set_num_threads(1)
