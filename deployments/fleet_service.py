@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -202,10 +201,10 @@ def _again(request: GenerateRequest, seconds: float, error: Exception, is_over: 
     Raises EngineDead if none is asked, or a first token would be of no use any more.
     """
     logger.warning("request %s lost its replica: %s", request.request_id, type(error).__name__)
-    left = math.inf if request.timeout_s is None else request.timeout_s - seconds
-    if is_over or left <= 0:
+    left = None if request.timeout_s is None else request.timeout_s - seconds
+    if is_over or (left is not None and left <= 0):
         raise EngineDead("the replica has ended", retry_after_s=RETRY_AFTER_S) from error
-    return request if request.timeout_s is None else replace(request, timeout_s=left)
+    return replace(request, timeout_s=left)
 
 
 def _cancel(response: Any) -> None:

@@ -331,14 +331,13 @@ class Catalog:
         try:
             version = await self._version_of(uri)
             self._upkeep.described(name, uri, version)
-            if self._kept().get(name) == uri and not self._upkeep.is_confirmed(name, version):
-                await self._load_everywhere(AdapterRef(name, uri, version))
+            is_missing = self._kept().get(name) == uri and not self._upkeep.is_confirmed(name, version)
+            if is_missing and not await self._keep_loaded(AdapterRef(name, uri, version)):
+                self._upkeep.put_off(name, uri, time.monotonic())
+                return
         except AdapterRefused as error:
             self._upkeep.failed(name, uri, error.message, looked_at, time.monotonic(), is_refused=True)
         except LorafleetError as error:
-            if error.code == NO_REPLICA:  # whoever starts loads it himself
-                self._upkeep.put_off(name, uri, time.monotonic())
-                return
             self._upkeep.failed(name, uri, error.message, looked_at, time.monotonic())
             logger.warning("adapter %s: %s", name, error.message)
         else:
@@ -352,11 +351,12 @@ class Catalog:
             await self._fleet.unload_adapter(name)
             self._departures.forgotten(name)
 
-    async def _load_everywhere(self, ref: AdapterRef) -> None:
+    async def _keep_loaded(self, ref: AdapterRef) -> bool:
+        """As `_load_on_all`, but what was refused is not tried again."""
         if refusal := self._refusals.get(ref):
             raise refusal.error()
         try:
-            await self._fleet.load_adapter(ref)
+            return await self._load_on_all(ref)
         except AdapterRefused as error:
             self._refuse(ref, error)
             raise
