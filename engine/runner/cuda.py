@@ -339,9 +339,8 @@ class CudaRunner:
         plane_sets = comm.peer_buffers(most_rows, columns, torch.float32)
         if sets is None or plane_sets is None:
             return None
-        one = torch.zeros(1, device=self._pool.device)
         num_layers, num_projections = self._table.ranks.shape[1:]
-        return Handover(sets, plane_sets, split, num_layers * num_projections, lambda: comm.all_reduce(one))
+        return Handover(sets, plane_sets, split, num_layers * num_projections, lambda: comm.least(0))
 
     def _write_lists(self, workspace: SgmvWorkspace, batch: Batch, inputs: StepInputs) -> ListCounts:
         plan = workspace.plan

@@ -64,7 +64,7 @@ class Handover:
     plane_sets: PeerSets  # [ranks, rows, most_columns(...)] fp32
     split: Split
     num_calls: int  # rows of the resolved tiles, of which each call has one as its number
-    wait_for_all: Callable[[], object]  # ranks, on the current stream
+    wait_for_all: Callable[[], object]  # ranks, and what they have launched on their current streams
     _step: int = 0
 
     def has_room(self, plan: SgmvPlan, modules: Iterable[FusedModule]) -> bool:

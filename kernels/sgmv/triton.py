@@ -97,7 +97,7 @@ def shrink(
     own: dict[str, Any] = prefill
     if decode:
         own = {"WARPS": tile.num_warps, "PDL": pdl}
-        own |= _handover_arguments(handover or HandoverArguments.none(planes))
+        own |= _keywords(handover or HandoverArguments.none(planes))
     kernel[(num_ctas,)](
         x,
         pool,
@@ -161,7 +161,7 @@ def expand(
         rows, max_rows, rank, world = SendArguments.of(peers, out)
         own = {"sent_ptrs": rows, "max_sent_rows": max_rows, "RANK": rank, "WORLD": world}
         own |= {"PDL": pdl, "launch_pdl": pdl}
-        own |= _handover_arguments(handover or HandoverArguments.none(planes))
+        own |= _keywords(handover or HandoverArguments.none(planes))
     else:
         assert peers is None
     kernel[(num_ctas,)](
@@ -191,8 +191,8 @@ def expand(
     )
 
 
-def _handover_arguments(handover: HandoverArguments) -> dict[str, Any]:
-    """Arguments of both kernels."""
+def _keywords(handover: HandoverArguments) -> dict[str, Any]:
+    """Of both kernels in decode."""
     return {
         "words_ptrs": handover.words,
         "part": handover.part,

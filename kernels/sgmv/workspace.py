@@ -6,9 +6,8 @@ order, of graphs or of who fills the lists.
 Tried on an H200 for Llama-3-8B, and not faster: shrink, GEMM and expand on one stream by dependent launches,
 in three orders, where the expand polls for what the shrink counts (steps of 64 rows up to 13 % longer, only
 with mixed ranks 2 % shorter); shrinks of smaller parts, all on their way at once; whole shrinks loaded into
-registers at once (up to 7 % longer: they take what the product beside them needs); B read ahead, into the L2
-or, with mixed ranks up to 4 % longer, into registers; A of the next linear read ahead into the L2 once an
-expand has ended.
+registers at once (up to 8 % longer); B read ahead, into the L2 or, with mixed ranks up to 4 % longer, into
+registers; A of the next linear read ahead into the L2 once an expand has ended.
 """
 
 from __future__ import annotations
