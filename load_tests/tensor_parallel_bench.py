@@ -18,7 +18,8 @@ beside its GPU). One GPU first, then the group, on one machine. Llama-3-70B shap
   exchange by NCCL  of what lies between A and B, fully sharded, 64 rows, from a graph of 64: what larger
             steps take, and groups that share no memory
 
---sharding: of the cases' adapters, as lora_sharding; by itself the one that "auto" takes.
+--sharding: of the cases' adapters, as lora_sharding; by itself the one that "auto" takes where GPUs share
+memory.
 
 --loopback: on one GPU, in the place of a group of two (load_tests.loopback).
 
@@ -108,7 +109,7 @@ def _sums_a_step(bench: Bench) -> float:
 
 
 def auto_sharding(model: Model, world: int) -> Sharding:
-    """Where memory does not decide."""
+    """Where GPUs share memory, of which there is enough."""
     batch = Batch(rows=NUM_ADAPTERS, rank=16, context=MAX_MODEL_LEN)
     return choose_sharding(model.spec.shape, world, batch, NVLINK, 2, 1 << 50)
 
